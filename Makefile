@@ -1,0 +1,46 @@
+# Chores. Every target works on a fresh machine: it makes .venv when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install run test check format lint types imports docs bench clean
+
+help: ## what the targets do
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(BIN)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(BIN)/.installed ## make .venv with pinned packages
+
+run: install ## demo: simulated engines, the gateway and a live table; no GPU, no services
+	$(BIN)/kvgate demo
+
+test: check ## everything that decides whether a change may land
+
+check: lint types imports unit ## format, lint, types, import direction, docs, tests
+
+format: install ## rewrite the code in the project's format
+	$(BIN)/ruff format gateway tests benchmarks
+	$(BIN)/ruff check --fix gateway tests benchmarks
+
+lint: install
+	$(BIN)/ruff format --check gateway tests benchmarks
+	$(BIN)/ruff check gateway tests benchmarks
+
+types: install
+	$(BIN)/mypy
+
+imports: install
+	$(BIN)/lint-imports
+
+unit: install
+	$(BIN)/pytest
+
+bench: install ## CPU and latency beside nginx, in one run
+	$(BIN)/python -m benchmarks
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

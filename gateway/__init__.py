@@ -1,0 +1,1 @@
+"""kvgate: a cache-aware, OpenAI-compatible gateway in front of fleets of vLLM and SGLang workers."""

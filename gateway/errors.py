@@ -1,0 +1,127 @@
+"""Errors of a request: whose fault, which status, whether another worker may be tried.
+
+    GatewayError
+    |-- ClientError            4xx, the request is at fault; never retried
+    |   |-- BadRequest         400
+    |   |-- UnknownModel       404
+    |   |-- PayloadTooLarge    413
+    |   `-- RequestTimeout     408, the client sent too slowly
+    |-- NoWorker               503, nobody in the pool may serve it now
+    |-- WorkerError            the chosen worker is at fault; `retryable` says whether another one may be tried
+    |   |-- WorkerUnreachable  502, no connection
+    |   |-- WorkerBroken       502, connection lost or answer malformed
+    |   `-- WorkerTimeout      504, a deadline of the worker's phases passed
+    `-- ShuttingDown           503
+
+One seam turns them into bytes: `edge.responses`. The shape is OpenAI's error object
+(`{"error": {"message", "type", "code", "param"}}`), Anthropic's on `/v1/messages`.
+"""
+
+from __future__ import annotations
+
+
+class GatewayError(Exception):
+    """`message` is for the client: it names the problem and, where there is one, the fix; no addresses, no secrets.
+
+    `code` is a fixed word clients may switch on; `param` names the field of the body at fault.
+    """
+
+    status: int = 500
+    type: str = "server_error"
+    code: str = "internal_error"
+    retryable: bool = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        if code is not None:
+            self.code = code
+
+
+class ClientError(GatewayError):
+    """The request itself is at fault."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "bad_request"
+
+
+class BadRequest(ClientError):
+    """Malformed HTTP, JSON or fields."""
+
+
+class UnknownModel(ClientError):
+    """No pool serves the model."""
+
+    status = 404
+    type = "not_found_error"
+    code = "model_not_found"
+
+
+class PayloadTooLarge(ClientError):
+    """Body or header above its limit."""
+
+    status = 413
+    code = "payload_too_large"
+
+
+class RequestTimeout(ClientError):
+    """The client did not send its header or body in time."""
+
+    status = 408
+    type = "timeout_error"
+    code = "request_timeout"
+
+
+class NoWorker(GatewayError):
+    """The pool exists, but no worker in it may take the request now."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "no_worker"
+
+
+class ShuttingDown(GatewayError):
+    """The process drains and takes no new work."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "shutting_down"
+
+
+class WorkerError(GatewayError):
+    """The chosen worker failed before the first byte of its answer."""
+
+    status = 502
+    type = "upstream_error"
+    code = "worker_error"
+    retryable = True
+
+
+class WorkerUnreachable(WorkerError):
+    """No connection to the worker within the connect timeout."""
+
+    code = "worker_unreachable"
+
+
+class WorkerBroken(WorkerError):
+    """The worker closed the connection or sent something that is no HTTP answer."""
+
+    code = "worker_broken"
+
+
+class WorkerTimeout(WorkerError):
+    """The worker took longer than a phase may take."""
+
+    status = 504
+    type = "timeout_error"
+    code = "worker_timeout"

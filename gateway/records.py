@@ -1,0 +1,377 @@
+"""Records that stages hand to each other, and the words they use.
+
+Rules:
+1. Every record is frozen; a stage that knows more makes a new record.
+2. One word means one thing (`docs/concepts/words.md`): an engine's block name is an `EngineHash`, ours is a
+   `BlockKey`, and the two are never compared.
+3. Times are seconds on the monotonic clock of the composition root unless a name says `unix`.
+4. Token counts are prompt tokens of the request as the engine sees them.
+
+Nothing here does work; there is no logic to test apart from the small derived properties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import NamedTuple, NewType
+
+WorkerId = NewType("WorkerId", str)
+"""A worker's name: unique in the fleet, kept over restarts, safe to show to clients."""
+
+BlockKey = NewType("BlockKey", int)
+"""Our name of a prefix block and everything before it: unsigned 64-bit, see `gateway.keys`."""
+
+EngineHash = NewType("EngineHash", int)
+"""The name one worker gives a block: folded to unsigned 64-bit, meaningful for that (worker, rank) only."""
+
+Slot = NewType("Slot", int)
+"""A worker's bit in the masks of the index; given by the fleet, used again after the worker is gone."""
+
+
+class Tier(StrEnum):
+    """Where a block lies. Order of cost per token: gpu < cpu < disk < remote."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+class EngineKind(StrEnum):
+    """The software a worker runs; decides wire formats and rendering rules."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    UNKNOWN = "unknown"
+
+
+class Endpoint(Enum):
+    """The inference paths of the client port (method POST)."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    EMBEDDINGS = "/v1/embeddings"
+    RERANK = "/v1/rerank"
+    SCORE = "/v1/score"
+    MESSAGES = "/v1/messages"
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+    GENERATE = "/generate"
+
+
+# --------------------------------------------------------------------------- the request
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The parts of a chat body that decide its token ids; values are plain JSON (dict, list, str, ...)."""
+
+    messages: Sequence[Mapping[str, object]]
+    tools: Sequence[Mapping[str, object]] | None = None
+    tool_choice: object = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: Sequence[Mapping[str, object]] | None = None
+    reasoning_effort: str | None = None
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Completions: one or several texts, each a prompt of its own."""
+
+    texts: tuple[str, ...]
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Completions: one or several prompts given as token ids."""
+
+    token_lists: tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NoPrompt:
+    """No prompt whose tokens we could know; `reason` is a short word shown in the decision."""
+
+    reason: str
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt | NoPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """What the gateway reads of a request body. The body itself is forwarded as bytes, never rebuilt.
+
+    `model` is the name the client used. `usage_asked` says that the client itself asked for the usage event of
+    a stream (`stream_options.include_usage`). `session` comes from the affinity header or body field.
+    """
+
+    endpoint: Endpoint
+    request_id: str
+    model: str
+    prompt: Prompt
+    stream: bool = False
+    usage_asked: bool = False
+    session: str | None = None
+    tenant: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    max_tokens: int | None = None
+    choices: int = 1
+
+
+# --------------------------------------------------------------------------- prefix blocks
+
+
+class PrefixMode(StrEnum):
+    """How the blocks of a request were found."""
+
+    EXACT = "exact"
+    NONE = "none"
+
+
+class Chain(NamedTuple):
+    """One prompt of a request: keys of its full blocks in order, and its length in tokens."""
+
+    keys: Sequence[BlockKey]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBlocks:
+    """The blocks of a request, one chain a prompt (a list of prompts has several).
+
+    `mode` is NONE when the tokens are not known: then `chains` is empty, `tokens` an estimate from the body's
+    size, and `reason` says why in a word (`no_tokenizer`, `multimodal`, `endpoint`, ...).
+    """
+
+    chains: tuple[Chain, ...]
+    tokens: int
+    block_size: int
+    mode: PrefixMode = PrefixMode.EXACT
+    reason: str | None = None
+
+
+# --------------------------------------------------------------------------- workers
+
+
+class Role(StrEnum):
+    """What a worker does in prefill/decode disaggregation."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker as configured or discovered. `None` means: learn it by probing.
+
+    `url` has no path and no trailing slash. `kv_events` and `kv_replay` are ZMQ endpoints to connect to
+    (`tcp://host:port`); an empty string switches the feed off. `weight` scales its share under blind policies.
+    """
+
+    name: WorkerId
+    url: str
+    engine: EngineKind = EngineKind.UNKNOWN
+    pool: str = "default"
+    role: Role = Role.BOTH
+    kv_events: str | None = None
+    kv_replay: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    weight: float = 1.0
+    models: tuple[str, ...] = ()
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one rank of a worker publishes its KV events, as the gateway can reach it."""
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What probing a worker found. `models` are the names it serves, base models first;
+    `adapters` maps an adapter's name to its base. `kv_blocks` is the cache size in blocks of `block_size`
+    tokens, None when unknown. `start_time_unix` is the process start time the worker reports."""
+
+    engine: EngineKind
+    version: str
+    models: tuple[str, ...]
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    block_size: int | None = None
+    kv_blocks: int | None = None
+    max_model_len: int | None = None
+    events: tuple[EventSource, ...] = ()
+    start_time_unix: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSample:
+    """One poll of a worker's `/metrics`: requests running and waiting, share of KV blocks held by running
+    requests (0..1), and the engine's cumulative prefix-cache counters in tokens where it has them."""
+
+    running: float
+    waiting: float
+    kv_usage: float
+    prefix_queries: float | None = None
+    prefix_hits: float | None = None
+    kv_blocks: int | None = None
+    start_time_unix: float | None = None
+
+
+# --------------------------------------------------------------------------- decision
+
+
+class Terms(NamedTuple):
+    """One worker's cost for one request, in seconds (`docs/concepts/score.md`); lowest `cost` wins.
+
+    `hit_s` is the prefill time the overlap saves (shown, already contained in `own_s`), `wait_s` the time until
+    the prefill could start, `own_s` the prefill itself, `decode_s`, `evict_s` and `kv_s` the three load prices.
+    Policies that do not price in seconds leave every term at 0 and put their own figure in `cost`.
+    """
+
+    cost: float
+    hit_s: float = 0.0
+    wait_s: float = 0.0
+    own_s: float = 0.0
+    decode_s: float = 0.0
+    evict_s: float = 0.0
+    kv_s: float = 0.0
+    affinity_s: float = 0.0
+
+
+class Candidate(NamedTuple):
+    """One worker that was considered: its usable overlap in tokens, how far it was believed, its terms."""
+
+    worker: WorkerId
+    overlap_tokens: int
+    trust: float
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a request went where it went. `predicted_tokens` is the chosen worker's overlap, `available_tokens`
+    the best overlap in the pool; both 0 when the tokens are unknown. `excluded` names workers that were not
+    considered, with the reason. `affinity` is `none`, `kept`, `moved` or `new`."""
+
+    request_id: str
+    model: str
+    pool: str
+    policy: str
+    worker: WorkerId
+    predicted_tokens: int
+    available_tokens: int
+    prompt_tokens: int
+    block_size: int
+    mode: PrefixMode
+    candidates: tuple[Candidate, ...]
+    excluded: tuple[tuple[WorkerId, str], ...] = ()
+    affinity: str = "none"
+    reason: str | None = None
+    decided_at: float = 0.0
+
+
+# --------------------------------------------------------------------------- outcome
+
+
+class Result(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    CLIENT_GONE = "client_gone"
+    WORKER_FAILED = "worker_failed"
+    TIMED_OUT = "timed_out"
+    REFUSED = "refused"
+    SHUT_DOWN = "shut_down"
+
+
+class MissCause(StrEnum):
+    """Why a predicted hit was not delivered."""
+
+    UNKNOWN = "unknown"
+
+
+class Usage(NamedTuple):
+    """What the worker reported. `cached_tokens` is None when it reports no cached tokens at all."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+
+class StageTimes(NamedTuple):
+    """Seconds the gateway itself spent before the worker had the request."""
+
+    parse_s: float = 0.0
+    prefix_s: float = 0.0
+    route_s: float = 0.0
+    queue_s: float = 0.0
+    connect_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What the edge saw of a request's end; the lease turns it into the outcome.
+
+    `status` is the HTTP status the client got (499 when it was gone before any). `chunks` counts body pieces of
+    a stream. `first_byte_at` is when the first body byte of a successful answer arrived, `last_byte_at` the last.
+    """
+
+    result: Result
+    status: int
+    ended_at: float
+    usage: Usage | None = None
+    chunks: int = 0
+    first_byte_at: float | None = None
+    last_byte_at: float | None = None
+    error_code: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The one record of how a request ended: metrics, log line and calibration are made of it.
+
+    `worker` is None when no worker was chosen. `missed_tokens` is predicted minus delivered where that is a
+    route miss (above one block and 10 %), else 0; `delivered_tokens` is None when the worker did not say.
+    """
+
+    request_id: str
+    endpoint: Endpoint | None
+    model: str
+    pool: str
+    worker: WorkerId | None
+    result: Result
+    status: int
+    stream: bool
+    started_at: float
+    ended_at: float
+    prompt_tokens: int = 0
+    available_tokens: int = 0
+    predicted_tokens: int = 0
+    delivered_tokens: int | None = None
+    completion_tokens: int | None = None
+    missed_tokens: int = 0
+    miss_cause: MissCause | None = None
+    ttft_s: float | None = None
+    inter_token_s: float | None = None
+    chunks: int = 0
+    retries: int = 0
+    affinity: str = "none"
+    mode: PrefixMode = PrefixMode.NONE
+    stages: StageTimes = field(default_factory=StageTimes)
+    error_code: str | None = None
