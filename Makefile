@@ -23,12 +23,12 @@ test: check ## everything that decides whether a change may land
 check: lint types imports unit ## format, lint, types, import direction, docs, tests
 
 format: install ## rewrite the code in the project's format
-	$(BIN)/ruff format gateway tests benchmarks
-	$(BIN)/ruff check --fix gateway tests benchmarks
+	$(BIN)/ruff format gateway tests benchmarks docs
+	$(BIN)/ruff check --fix gateway tests benchmarks docs
 
 lint: install
-	$(BIN)/ruff format --check gateway tests benchmarks
-	$(BIN)/ruff check gateway tests benchmarks
+	$(BIN)/ruff format --check gateway tests benchmarks docs
+	$(BIN)/ruff check gateway tests benchmarks docs
 
 types: install
 	$(BIN)/mypy
@@ -38,6 +38,9 @@ imports: install
 
 unit: install
 	$(BIN)/pytest
+
+docs: install ## write docs/reference from the code
+	$(BIN)/python docs/generate_reference.py
 
 bench: install ## CPU and latency beside nginx, in one run
 	$(BIN)/python -m benchmarks

@@ -112,6 +112,7 @@ class InferenceRequest:
 
     `model` is the name the client used. `usage_asked` says that the client itself asked for the usage event of
     a stream (`stream_options.include_usage`). `session` comes from the affinity header or body field.
+    `stream_options` is the client's object, `body_bytes` the length of the body.
     """
 
     endpoint: Endpoint
@@ -126,6 +127,8 @@ class InferenceRequest:
     priority: int = 0
     max_tokens: int | None = None
     choices: int = 1
+    stream_options: Mapping[str, object] | None = None
+    body_bytes: int = 0
 
 
 # --------------------------------------------------------------------------- prefix blocks
@@ -204,9 +207,11 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What probing a worker found. `models` are the names it serves, base models first;
+    """What probing a worker found. `models` are the base models it serves, by name;
     `adapters` maps an adapter's name to its base. `kv_blocks` is the cache size in blocks of `block_size`
-    tokens, None when unknown. `start_time_unix` is the process start time the worker reports."""
+    tokens, None when unknown. `start_time_unix` is the process start time the worker reports. `findings` are sentences
+    for the operator: what of the worker's set-up costs cache hits, and the fix. `root` is the first base model's
+    directory or hub name, as the worker sees it."""
 
     engine: EngineKind
     version: str
@@ -217,6 +222,8 @@ class WorkerFacts:
     max_model_len: int | None = None
     events: tuple[EventSource, ...] = ()
     start_time_unix: float | None = None
+    findings: tuple[str, ...] = ()
+    root: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +286,7 @@ class Decision:
     prompt_tokens: int
     block_size: int
     mode: PrefixMode
-    candidates: tuple[Candidate, ...]
+    candidates: Sequence[Candidate]
     excluded: tuple[tuple[WorkerId, str], ...] = ()
     affinity: str = "none"
     reason: str | None = None

@@ -1,0 +1,11 @@
+"""Index of KV blocks: decoding engines' events, following their sequence, and the overlap of requests with workers.
+
+Face: `KvIndex` with `Overlaps`, `Speculation`, `Applied`, `IndexStats`. Events and feed states are named in `kv.events`
+and `kv.feed_state`, for the shell that feeds them.
+"""
+
+from gateway.kv.index import Applied, IndexStats, KvIndex
+from gateway.kv.overlap import Overlaps
+from gateway.kv.speculation import Speculation
+
+__all__ = ["Applied", "IndexStats", "KvIndex", "Overlaps", "Speculation"]

@@ -1,0 +1,19 @@
+"""Workers and pools: who may serve a request, what each has in flight, how fast each is."""
+
+from gateway.pool.fleet import Fleet, Pool, ServedModel
+from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
+from gateway.pool.sessions import Sessions
+from gateway.pool.worker import Reservation, Worker, WorkerState
+
+__all__ = [
+    "Fleet",
+    "InterTokenRates",
+    "Pool",
+    "PoolRates",
+    "PrefillRates",
+    "Reservation",
+    "ServedModel",
+    "Sessions",
+    "Worker",
+    "WorkerState",
+]

@@ -1,0 +1,25 @@
+"""What operators see of requests and of the process: metrics and logs. It consumes records and reads owners.
+
+Face: `RequestMetrics` (counts outcomes), `Readings` (what owners say), `Exposition` (the text of `/metrics`),
+`set_up_logging` and `RequestLog`, `describe_metrics` for the reference page.
+"""
+
+from gateway.telemetry.exposition import CONTENT_TYPE, Exposition
+from gateway.telemetry.log import Logs, RequestLog, set_up_logging
+from gateway.telemetry.metrics import describe_metrics
+from gateway.telemetry.readings import FeedReading, IndexReading, Readings, WorkerReading
+from gateway.telemetry.requests import RequestMetrics
+
+__all__ = [
+    "CONTENT_TYPE",
+    "Exposition",
+    "FeedReading",
+    "IndexReading",
+    "Logs",
+    "Readings",
+    "RequestLog",
+    "RequestMetrics",
+    "WorkerReading",
+    "describe_metrics",
+    "set_up_logging",
+]

@@ -1,0 +1,132 @@
+"""A worker for benchmarks: answers at once from prepared bytes, so that nearly all CPU measured elsewhere is elsewhere.
+
+    python -m benchmarks.relay_worker --port 9001
+
+POST with `"stream":true` gets 100 chunks, one every 20 ms by an absolute timetable (a late chunk does not delay the
+ones after it); any other POST a chat answer of 500 bytes. `GET` answers as a vLLM worker would to a health probe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+
+import uvloop
+
+CHUNKS = 100
+CHUNK_EVERY_S = 0.02
+
+
+def _event(delta: dict[str, object], finish: str | None = None) -> bytes:
+    body = {
+        "id": "chatcmpl-0123456789abcdef",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "fake",
+        "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, "token_ids": None}],
+    }
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+_USAGE = {
+    "prompt_tokens": 500,
+    "total_tokens": 600,
+    "completion_tokens": 100,
+    "prompt_tokens_details": {"cached_tokens": 480},
+}
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ndate: Sun, 29 Nov 2026 14:51:05 GMT\r\nserver: uvicorn\r\n"
+    b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+_FIRST = _chunk(_event({"role": "assistant", "content": ""}))
+_NEXT = _chunk(_event({"content": " token"}))
+_USAGE_CHUNK = _chunk(
+    b"data: "
+    + json.dumps({"id": "chatcmpl-0", "object": "chat.completion.chunk", "choices": [], "usage": _USAGE}).encode()
+    + b"\n\n"
+)
+_END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+_ANSWER_BODY = json.dumps(
+    {
+        "id": "chatcmpl-0123456789abcdef",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "fake",
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": "word " * 40}, "finish_reason": "stop"}],
+        "usage": _USAGE,
+    },
+    separators=(",", ":"),
+).encode()
+_ANSWER = (
+    b"HTTP/1.1 200 OK\r\ndate: Sun, 29 Nov 2026 14:51:05 GMT\r\nserver: uvicorn\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_ANSWER_BODY), _ANSWER_BODY)
+)
+_EMPTY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+
+class Worker(asyncio.Protocol):
+    """One connection; requests one after another."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._buffer = b""
+        self._timer: asyncio.TimerHandle | None = None
+        self._sent = 0
+        self._began = 0.0
+        self._usage = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        head_end = self._buffer.find(b"\r\n\r\n")
+        if head_end < 0:
+            return
+        head = self._buffer[:head_end].lower()
+        at = head.find(b"content-length:")
+        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        body = self._buffer[head_end + 4 :]
+        if len(body) < length:
+            return
+        self._buffer = b""
+        if not head.startswith(b"post"):
+            self._transport.write(_EMPTY)
+        elif b'"stream":true' in body:
+            self._usage = b"include_usage" in body
+            self._transport.write(_STREAM_HEAD + _FIRST)
+            self._sent = 1
+            self._began = self._loop.time()
+            self._timer = self._loop.call_at(self._began + CHUNK_EVERY_S, self._tick)
+        else:
+            self._transport.write(_ANSWER)
+
+    def _tick(self) -> None:
+        self._sent += 1
+        if self._sent >= CHUNKS:
+            self._timer = None
+            self._transport.write(_NEXT + (_USAGE_CHUNK if self._usage else b"") + _END)
+            return
+        self._transport.write(_NEXT)
+        self._timer = self._loop.call_at(self._began + self._sent * CHUNK_EVERY_S, self._tick)
+
+
+async def _serve(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Worker, "127.0.0.1", port, backlog=1024)
+    print("ready", flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    uvloop.run(_serve(parser.parse_args().port))

@@ -1,0 +1,162 @@
+"""Writes docs/reference/*.md from the code: settings, commands, metrics, errors.
+
+python docs/generate_reference.py            write the pages
+python docs/generate_reference.py --check    exit 1 when a page does not agree with the code
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from gateway import errors
+from gateway.cli.app import app
+from gateway.config import ENV_PREFIX, Settings
+from gateway.telemetry.metrics import describe_metrics
+
+HERE = Path(__file__).parent / "reference"
+_RAISING = ("gateway.edge.responses", "gateway.admin.app", "gateway.upstream.control")
+"""Modules outside `gateway.errors` with errors of their own."""
+
+NOTE = "<!-- Written by docs/generate_reference.py; edit the code, not this page. -->\n"
+
+
+def settings_page() -> str:
+    """Every key with its environment variable, default and meaning."""
+    lines = [
+        "# Settings",
+        NOTE,
+        "Keys of `kvgate.yaml`. The same keys as `KVGATE_SECTION__KEY` in the environment win over the file,",
+        "flags of `kvgate serve` win over both. Lists (`models`, `workers`) are given as JSON in the environment.",
+        "An unknown key stops the start and names its path.",
+    ]
+    for section, field in Settings.model_fields.items():
+        model, many = _model_of(field.annotation)
+        lines += ["", f"## {section}{' (a list)' if many else ''}", "", (model.__doc__ or "").strip(), ""]
+        lines += ["| key | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{key}` | {default} | {text} |" for key, default, text in _keys(model)]
+        if not many:
+            lines += ["", f"Environment: `{ENV_PREFIX}{section.upper()}__<KEY>`."]
+    return "\n".join(lines) + "\n"
+
+
+def _model_of(annotation: object) -> tuple[type[BaseModel], bool]:
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], True
+    assert isinstance(annotation, type)
+    assert issubclass(annotation, BaseModel)
+    return annotation, False
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _keys(annotation, f"{prefix}{name}.")
+            continue
+        default = "required" if field.default is PydanticUndefined else f"`{_plain(field.default)}`"
+        choices = _choices(annotation)
+        text = (field.description or "") + (f" One of {choices}." if choices else "")
+        yield prefix + name, default, text
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "[]" if value == () else str(value)
+
+
+def _choices(annotation: object) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(f"`{c}`" for c in typing.get_args(annotation))
+    return ""
+
+
+def cli_page() -> str:
+    """Every command's own help text."""
+    root: typing.Any = typer.main.get_command(app)
+    lines = ["# Commands", NOTE, "```", _help(root, "kvgate"), "```"]
+    for name, command in sorted(root.commands.items()):
+        lines += ["", f"## kvgate {name}", "", "```", _help(command, f"kvgate {name}"), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _help(command: typing.Any, name: str) -> str:
+    context = command.make_context(name, [], resilient_parsing=True, terminal_width=110, max_content_width=110)
+    return "\n".join(line.rstrip() for line in command.get_help(context).strip().splitlines())
+
+
+def metrics_page() -> str:
+    """Every metric with its type, labels and meaning."""
+    lines = [
+        "# Metrics",
+        NOTE,
+        "At `GET /metrics` of the admin port. Labels come from the configuration and the workers, never from clients.",
+        "",
+    ]
+    lines += ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{n}` | {t} | {', '.join(f'`{x}`' for x in labels)} | {h} |" for n, t, labels, h in describe_metrics()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def errors_page() -> str:
+    """Every error class with status, type, code, and whether another worker is tried."""
+    lines = [
+        "# Errors",
+        NOTE,
+        'Errors made by kvgate have OpenAI\'s shape, `{"error": {"message", "type", "code", "param"}}`,',
+        "and Anthropic's on `/v1/messages`.",
+        "What a worker answers passes through unchanged.",
+        "",
+        "| error | status | type | code | another worker tried | meaning |",
+        "|---|---|---|---|---|---|",
+    ]
+    for module in _RAISING:
+        importlib.import_module(module)
+    for cls in sorted(_tree(errors.GatewayError), key=lambda cls: (cls.status, cls.__name__)):
+        first = (cls.__doc__ or "").strip().splitlines()[0]
+        retried = "yes" if cls.retryable else "no"
+        lines.append(f"| {cls.__name__} | {cls.status} | `{cls.type}` | `{cls.code}` | {retried} | {first} |")
+    return "\n".join(lines) + "\n"
+
+
+def _tree(cls: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:
+    for child in cls.__subclasses__():
+        if child.__module__.startswith("gateway."):
+            yield child
+        yield from _tree(child)
+
+
+PAGES = {"settings.md": settings_page, "cli.md": cli_page, "metrics.md": metrics_page, "errors.md": errors_page}
+
+
+def stale() -> list[str]:
+    """Names of pages that do not agree with the code."""
+    return [name for name, page in PAGES.items() if not (HERE / name).exists() or (HERE / name).read_text() != page()]
+
+
+def main() -> int:
+    """Write or check the pages; the exit code."""
+    if "--check" in sys.argv[1:]:
+        for name in stale():
+            sys.stderr.write(f"docs/reference/{name} does not agree with the code: run `make docs`\n")
+        return 1 if stale() else 0
+    HERE.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,377 @@
+"""What the admin port answers: shapes for OpenAPI, and how they are made of the core's objects.
+
+Rules:
+1. No keys, no prompt text, no session names.
+2. Times are ages in seconds: the monotonic clock of the process means nothing outside.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from gateway.pool import Pool, Sessions, Worker
+from gateway.records import Decision, EventSource, LoadSample, Outcome
+from gateway.router import Recent
+from gateway.telemetry import FeedReading, IndexReading, WorkerReading
+
+
+class EventEndpoint(BaseModel):
+    """Where one rank's KV events and replays come from."""
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str | None
+
+    @classmethod
+    def of(cls, source: EventSource) -> EventEndpoint:
+        """As probed or configured."""
+        return cls(rank=source.rank, endpoint=source.endpoint, replay_endpoint=source.replay_endpoint)
+
+
+class LoadAnswer(BaseModel):
+    """A worker's own words about its load, and how old they are."""
+
+    running: float
+    waiting: float
+    kv_usage: float
+    prefix_queries: float | None
+    prefix_hits: float | None
+    age_s: float
+
+    @classmethod
+    def of(cls, sample: LoadSample, age_s: float) -> LoadAnswer:
+        """The last sample."""
+        return cls(
+            running=sample.running,
+            waiting=sample.waiting,
+            kv_usage=sample.kv_usage,
+            prefix_queries=sample.prefix_queries,
+            prefix_hits=sample.prefix_hits,
+            age_s=age_s,
+        )
+
+
+class FeedAnswer(BaseModel):
+    """A worker's event feed: phase of each rank, counts since it began, seconds since its last message."""
+
+    phases: dict[int, str]
+    events: dict[str, int]
+    gaps: int
+    replays: dict[str, int]
+    resets: int
+    errors: int
+    ignored: dict[str, int]
+    age_s: float | None
+
+    @classmethod
+    def of(cls, feed: FeedReading) -> FeedAnswer:
+        """All ranks together."""
+        return cls(
+            phases=dict(feed.phases),
+            events=dict(feed.events),
+            gaps=feed.gaps,
+            replays=dict(feed.replays),
+            resets=feed.resets,
+            errors=feed.errors,
+            ignored=dict(feed.ignored),
+            age_s=feed.age_s,
+        )
+
+
+class WorkerAnswer(BaseModel):
+    """One worker: what it is, what it does, what is known of its cache. `findings` say what to improve, and how."""
+
+    id: str
+    url: str
+    engine: str
+    version: str
+    pool: str
+    role: str
+    weight: float
+    state: str
+    state_for_s: float
+    reason: str | None
+    models: list[str]
+    adapters: dict[str, str]
+    block_size: int
+    kv_blocks: int | None
+    max_model_len: int | None
+    events: list[EventEndpoint]
+    start_time_unix: float | None
+    inflight_requests: int
+    inflight_tokens: int
+    open_streams: int
+    load: LoadAnswer | None
+    polls_failed: int
+    trust: float
+    slowdown: float
+    index_blocks: dict[str, int]
+    feed: FeedAnswer | None
+    findings: list[str]
+
+    @classmethod
+    def of(cls, worker: Worker, reading: WorkerReading | None, feed: FeedReading | None, now: float) -> WorkerAnswer:
+        """`reading` and `feed` are what metrics see of it, None while it joins."""
+        facts = worker.facts
+        load = None
+        if worker.load is not None and worker.loaded_at is not None:
+            load = LoadAnswer.of(worker.load, now - worker.loaded_at)
+        return cls(
+            id=worker.id,
+            url=worker.spec.url,
+            engine=facts.engine,
+            version=facts.version,
+            pool=worker.spec.pool,
+            role=worker.spec.role,
+            weight=worker.weight,
+            state=worker.state,
+            state_for_s=now - worker.state_since,
+            reason=worker.reason,
+            models=list(facts.models),
+            adapters=dict(facts.adapters),
+            block_size=worker.block_size,
+            kv_blocks=facts.kv_blocks,
+            max_model_len=facts.max_model_len,
+            events=[EventEndpoint.of(source) for source in facts.events],
+            start_time_unix=facts.start_time_unix,
+            inflight_requests=worker.inflight_requests,
+            inflight_tokens=worker.inflight_tokens,
+            open_streams=reading.open_streams if reading is not None else 0,
+            load=load,
+            polls_failed=reading.polls_failed if reading is not None else 0,
+            trust=worker.trust,
+            slowdown=worker.slowdown,
+            index_blocks={tier.value: blocks for tier, blocks in reading.blocks.items()} if reading is not None else {},
+            feed=FeedAnswer.of(feed) if feed is not None else None,
+            findings=list(facts.findings),
+        )
+
+
+class Excluded(BaseModel):
+    """A worker that cannot get requests now, and why."""
+
+    worker: str
+    reason: str
+
+
+class PoolAnswer(BaseModel):
+    """The workers behind one served name, and the speeds learned from them (seconds)."""
+
+    name: str
+    model: str
+    adapter: str | None
+    block_size: int
+    workers: list[str]
+    ready: list[str]
+    not_ready: list[Excluded]
+    prefill_overhead_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    inter_token_floor_s: float
+    inter_token_each_s: float
+    prompt_tokens: float
+    output_tokens: float
+
+    @classmethod
+    def of(cls, pool: Pool) -> PoolAnswer:
+        """The pool now."""
+        rates = pool.rates
+        return cls(
+            name=pool.name,
+            model=pool.model,
+            adapter=pool.adapter,
+            block_size=pool.block_size,
+            workers=[worker.id for worker in pool.workers],
+            ready=[worker.id for worker in pool.ready],
+            not_ready=[Excluded(worker=worker, reason=reason) for worker, reason in pool.not_ready],
+            prefill_overhead_s=rates.prefill.overhead_s,
+            prefill_token_s=rates.prefill.token_s,
+            prefill_pair_s=rates.prefill.pair_s,
+            inter_token_floor_s=rates.inter_token.floor_s,
+            inter_token_each_s=rates.inter_token.each_s,
+            prompt_tokens=rates.prompt_tokens,
+            output_tokens=rates.output_tokens,
+        )
+
+
+class IndexAnswer(BaseModel):
+    """The index of KV blocks; `blocks` by worker and tier."""
+
+    estimated_bytes: int
+    orphans: int
+    truncated: int
+    blocks: dict[str, dict[str, int]]
+
+    @classmethod
+    def of(cls, index: IndexReading, workers: list[WorkerReading]) -> IndexAnswer:
+        """As metrics see it."""
+        blocks = {str(w.worker): {tier.value: n for tier, n in w.blocks.items()} for w in workers}
+        return cls(estimated_bytes=index.bytes, orphans=index.orphans, truncated=index.truncated, blocks=blocks)
+
+
+class SessionsAnswer(BaseModel):
+    """How many sessions are remembered, by worker; with `id` in the query also that session's worker."""
+
+    sessions: int
+    by_worker: dict[str, int]
+    worker: str | None = None
+
+    @classmethod
+    def of(cls, sessions: Sessions, session: str | None, now: float) -> SessionsAnswer:
+        """Costs the whole table: some 50 ms with a million sessions."""
+        by_worker = {str(worker): count for worker, count in sessions.by_worker().items()}
+        worker = sessions.find(session, now) if session is not None else None
+        return cls(sessions=len(sessions), by_worker=by_worker, worker=worker)
+
+
+class TermsAnswer(BaseModel):
+    """A worker's cost for the request, in seconds, and its parts."""
+
+    cost: float
+    hit_s: float
+    wait_s: float
+    own_s: float
+    decode_s: float
+    evict_s: float
+    kv_s: float
+    affinity_s: float
+
+
+class CandidateAnswer(BaseModel):
+    """One worker that was considered."""
+
+    worker: str
+    overlap_tokens: int
+    trust: float
+    terms: TermsAnswer
+
+
+class OutcomeAnswer(BaseModel):
+    """What became of a decided request; `delivered_tokens` is null when the worker did not say."""
+
+    result: str
+    status: int
+    delivered_tokens: int | None
+    missed_tokens: int
+    completion_tokens: int | None
+    ttft_s: float | None
+    duration_s: float
+    retries: int
+    error_code: str | None
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> OutcomeAnswer:
+        """The end of a request."""
+        return cls(
+            result=outcome.result,
+            status=outcome.status,
+            delivered_tokens=outcome.delivered_tokens,
+            missed_tokens=outcome.missed_tokens,
+            completion_tokens=outcome.completion_tokens,
+            ttft_s=outcome.ttft_s,
+            duration_s=outcome.ended_at - outcome.started_at,
+            retries=outcome.retries,
+            error_code=outcome.error_code,
+        )
+
+
+class DecisionAnswer(BaseModel):
+    """Why a request goes where it goes: every candidate's terms, the chosen worker first, then by cost."""
+
+    request_id: str
+    model: str
+    pool: str
+    policy: str
+    worker: str
+    predicted_tokens: int
+    available_tokens: int
+    prompt_tokens: int
+    block_size: int
+    mode: Literal["exact", "none"]
+    reason: str | None
+    affinity: str
+    age_s: float
+    candidates: list[CandidateAnswer]
+    excluded: list[tuple[str, str]]
+    outcome: OutcomeAnswer | None = None
+
+    @classmethod
+    def of(cls, recent: Recent, now: float) -> DecisionAnswer:
+        """A decision, with its outcome once there is one. Near-ties are broken at random, so the chosen worker need
+        not have the lowest cost to the last digit; it comes first all the same."""
+        decision: Decision = recent.decision
+        ranked = sorted(decision.candidates, key=lambda c: (c.worker != decision.worker, c.terms.cost, c.worker))
+        return cls(
+            request_id=decision.request_id,
+            model=decision.model,
+            pool=decision.pool,
+            policy=decision.policy,
+            worker=decision.worker,
+            predicted_tokens=decision.predicted_tokens,
+            available_tokens=decision.available_tokens,
+            prompt_tokens=decision.prompt_tokens,
+            block_size=decision.block_size,
+            mode=decision.mode.value,
+            reason=decision.reason,
+            affinity=decision.affinity,
+            age_s=now - decision.decided_at,
+            candidates=[
+                CandidateAnswer(
+                    worker=c.worker,
+                    overlap_tokens=c.overlap_tokens,
+                    trust=c.trust,
+                    terms=TermsAnswer(**c.terms._asdict()),
+                )
+                for c in ranked
+            ],
+            excluded=list(decision.excluded),
+            outcome=OutcomeAnswer.of(recent.outcome) if recent.outcome is not None else None,
+        )
+
+
+class WorkerList(BaseModel):
+    """All workers, by name."""
+
+    workers: list[WorkerAnswer]
+
+
+class PoolList(BaseModel):
+    """All pools, by name."""
+
+    pools: list[PoolAnswer]
+
+
+class DecisionList(BaseModel):
+    """Recent decisions, newest first."""
+
+    decisions: list[DecisionAnswer]
+
+
+class Health(BaseModel):
+    """The process lives."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(BaseModel):
+    """Whether clients should be sent here, and why not."""
+
+    ready: bool
+    reason: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """Every error of the admin port."""
+
+    error: ErrorBody

@@ -1,0 +1,331 @@
+"""The admin port: metrics, fleet, decisions, explain. A FastAPI application over what `AdminViews` names.
+
+Rules:
+1. It reads; the only things it changes are the fleet's members, through the runtime.
+2. Handlers are `async def` and run on the loop thread, where the core lives; nothing in them waits except probing
+   and tokenising, which happen elsewhere.
+3. With a token set, everything but `/health`, `/ready` and the documentation needs it.
+4. Errors have OpenAI's shape, like those of the client port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from itertools import islice
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from gateway.admin.answers import (
+    DecisionAnswer,
+    DecisionList,
+    ErrorAnswer,
+    Health,
+    IndexAnswer,
+    PoolAnswer,
+    PoolList,
+    Readiness,
+    SessionsAnswer,
+    WorkerAnswer,
+    WorkerList,
+)
+from gateway.api import parse_request
+from gateway.config import WorkerSettings
+from gateway.errors import BadRequest, GatewayError, PayloadTooLarge
+from gateway.prefix import PromptHasher
+from gateway.records import Endpoint, PrefixBlocks, PrefixMode, WorkerId, WorkerSpec
+from gateway.router import Recent, Router
+from gateway.telemetry import CONTENT_TYPE, Exposition, Readings
+
+MAX_DECISIONS = 256
+"""Most decisions one answer holds: with 64 workers each, rendering them takes 50 ms of the loop."""
+
+
+_BYTES_A_TOKEN = 4
+"""As the client port estimates a prompt whose tokens are not known."""
+
+
+class Unauthorized(GatewayError):
+    """The token is missing or wrong."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_admin_token"
+
+
+class NotFound(GatewayError):
+    """No such worker, or no such path."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class NameTaken(GatewayError):
+    """A worker of that name is in the fleet."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "worker_exists"
+
+
+@dataclass(frozen=True, slots=True)
+class AdminViews:
+    """What the admin port needs of the process.
+
+    `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises ProbeFailed),
+    `remove_worker` returns once no new request can go there. `config` is the configuration with secrets masked.
+    `affinity_header` (lower case) and `affinity_field` are where a session id is read.
+    """
+
+    router: Router
+    readings: Readings
+    exposition: Exposition
+    hasher: Callable[[str], PromptHasher | None]
+    add_worker: Callable[[WorkerSpec], Awaitable[None]]
+    remove_worker: Callable[[WorkerId], Awaitable[None]]
+    config: Callable[[], Mapping[str, Any]]
+    ready: Callable[[], Readiness]
+    clock: Callable[[], float]
+    token: str | None = field(default=None, repr=False)
+    affinity_header: str = "x-session-id"
+    affinity_field: str | None = None
+    max_body_bytes: int = 67_108_864
+
+
+def admin_app(views: AdminViews) -> FastAPI:
+    """The application; the runtime serves it on the admin port."""
+    app = FastAPI(
+        title="kvgate admin",
+        version=metadata.version("kvgate"),
+        summary="Metrics, fleet and decisions of one kvgate process.",
+        responses={"4XX": {"model": ErrorAnswer}},
+    )
+    _map_errors(app)
+    app.include_router(_probes(views))
+    guarded = [Depends(_token_check(views.token))] if views.token else []
+    app.include_router(_reading(views), dependencies=guarded)
+    app.include_router(_deciding(views), dependencies=guarded)
+    app.include_router(_members(views), dependencies=guarded)
+    return app
+
+
+def _token_check(token: str) -> Callable[[Request], Awaitable[None]]:
+    expected = f"Bearer {token}".encode()
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(given, expected):
+            raise Unauthorized("send the admin token: authorization: Bearer <auth.admin_token>")
+
+    return check
+
+
+# --------------------------------------------------------------------------- routes
+
+
+def _probes(views: AdminViews) -> APIRouter:
+    routes = APIRouter(tags=["probes"])
+
+    @routes.get("/health")
+    async def health() -> Health:
+        """200 while the process lives."""
+        return Health()
+
+    @routes.get("/ready", responses={503: {"model": Readiness}})
+    async def ready(response: Response) -> Readiness:
+        """200 when clients may be sent here, else 503 with the reason."""
+        readiness = views.ready()
+        response.status_code = 200 if readiness.ready else 503
+        return readiness
+
+    return routes
+
+
+def _reading(views: AdminViews) -> APIRouter:
+    routes = APIRouter(tags=["state"])
+    fleet = views.router.fleet
+
+    @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Prometheus text format."""
+        return Response(views.exposition.render(), media_type=CONTENT_TYPE)
+
+    @routes.get("/admin/workers")
+    async def workers() -> WorkerList:
+        """Every worker, by name."""
+        now = views.clock()
+        readings = {reading.worker: reading for reading in views.readings.workers()}
+        feeds = {feed.worker: feed for feed in views.readings.feeds()}
+        return WorkerList(
+            workers=[
+                WorkerAnswer.of(worker, readings.get(name), feeds.get(name), now)
+                for name, worker in sorted(fleet.workers.items())
+            ]
+        )
+
+    @routes.get("/admin/workers/{worker_id}")
+    async def worker(worker_id: str) -> WorkerAnswer:
+        """One worker."""
+        return _worker_answer(views, WorkerId(worker_id))
+
+    @routes.get("/admin/pools")
+    async def pools() -> PoolList:
+        """Every served name with its workers and learned speeds."""
+        return PoolList(pools=[PoolAnswer.of(pool) for _, pool in sorted(fleet.pools.items())])
+
+    @routes.get("/admin/index")
+    async def index() -> IndexAnswer:
+        """Size of the block index, and what each worker holds."""
+        return IndexAnswer.of(views.readings.index(), list(views.readings.workers()))
+
+    @routes.get("/admin/sessions")
+    async def sessions(id: str | None = None) -> SessionsAnswer:
+        """Counts; `?id=` names the worker of one session."""
+        return SessionsAnswer.of(views.router.sessions, id, views.clock())
+
+    @routes.get("/admin/config")
+    async def config() -> dict[str, Any]:
+        """The configuration in force, secrets masked."""
+        return dict(views.config())
+
+    return routes
+
+
+def _deciding(views: AdminViews) -> APIRouter:
+    routes = APIRouter(tags=["decisions"])
+
+    @routes.get("/admin/decisions")
+    async def decisions(
+        limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = 20,
+        request_id: str | None = None,
+        worker: str | None = None,
+    ) -> DecisionList:
+        """Recent decisions, newest first; of one request (the x-request-id of its answer) or one worker."""
+        now = views.clock()
+        wanted = (
+            recent
+            for recent in views.router.recent()
+            if request_id in (None, recent.decision.request_id) and worker in (None, recent.decision.worker)
+        )
+        return DecisionList(decisions=[DecisionAnswer.of(recent, now) for recent in islice(wanted, limit)])
+
+    @routes.post(
+        "/admin/explain",
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
+    )
+    async def explain(request: Request, path: str = Endpoint.CHAT.value) -> DecisionAnswer:
+        """Where the inference body sent here would go, and every worker's terms. Nothing is run or reserved."""
+        try:
+            endpoint = Endpoint(path)
+        except ValueError as error:
+            known = ", ".join(known.value for known in Endpoint)
+            raise BadRequest(f"path {path!r} is no inference path; there are {known}", param="path") from error
+        body = await _body(request, views.max_body_bytes)
+        asked = parse_request(
+            endpoint,
+            body,
+            request_id="explain",
+            session=request.headers.get(views.affinity_header),
+            affinity_field=views.affinity_field,
+        )
+        pool = views.router.pool(asked.model)
+        hasher = views.hasher(pool.model)
+        if hasher is None:
+            blocks = PrefixBlocks((), len(body) // _BYTES_A_TOKEN, pool.block_size, PrefixMode.NONE, "no_tokenizer")
+        else:
+            work = hasher.begin(asked, block_size=pool.block_size, adapter=pool.adapter)
+            if work.pending:
+                await asyncio.to_thread(work.encode)
+            blocks = work.blocks()
+        now = views.clock()
+        return DecisionAnswer.of(Recent(views.router.explain(asked, blocks, now)), now)
+
+    return routes
+
+
+def _members(views: AdminViews) -> APIRouter:
+    routes = APIRouter(tags=["members"])
+    fleet = views.router.fleet
+
+    @routes.post("/admin/workers", status_code=201)
+    async def add(settings: WorkerSettings) -> WorkerAnswer:
+        """Probe a worker and let it join; the keys are those of `workers` in the configuration file."""
+        spec = settings.spec({str(name) for name in fleet.workers})
+        if spec.name in fleet.workers:
+            raise NameTaken(f"a worker named {spec.name!r} is in the fleet; delete it first or choose another name")
+        await views.add_worker(spec)
+        return _worker_answer(views, spec.name)
+
+    @routes.delete("/admin/workers/{worker_id}", status_code=204)
+    async def remove(worker_id: str) -> None:
+        """Take a worker out. It gets no new requests; open ones run to their end."""
+        await views.remove_worker(_known(views, WorkerId(worker_id)))
+
+    return routes
+
+
+def _known(views: AdminViews, worker_id: WorkerId) -> WorkerId:
+    if worker_id not in views.router.fleet.workers:
+        names = ", ".join(sorted(views.router.fleet.workers)) or "none"
+        raise NotFound(f"no worker is named {worker_id!r}; there are: {names}", code="worker_not_found")
+    return worker_id
+
+
+def _worker_answer(views: AdminViews, worker_id: WorkerId) -> WorkerAnswer:
+    worker = views.router.fleet.workers[_known(views, worker_id)]
+    reading = next((reading for reading in views.readings.workers() if reading.worker == worker_id), None)
+    feed = next((feed for feed in views.readings.feeds() if feed.worker == worker_id), None)
+    return WorkerAnswer.of(worker, reading, feed, views.clock())
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > limit:
+            raise PayloadTooLarge(f"the body is longer than {limit} bytes (server.max_body_bytes)")
+    return bytes(parts)
+
+
+# --------------------------------------------------------------------------- errors
+
+
+def _map_errors(app: FastAPI) -> None:
+    """The one place where errors become answers."""
+
+    @app.exception_handler(GatewayError)
+    async def gateway_error(_: Request, error: GatewayError) -> JSONResponse:
+        answer = _error(error.status, error.message, error.type, error.code, error.param)
+        if error.status == Unauthorized.status:
+            answer.headers["www-authenticate"] = "Bearer"
+        return answer
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:]) or None
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        return _error(422, message, "invalid_request_error", "invalid_value", where)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
+        return _error(error.status_code, str(error.detail), "invalid_request_error", code)
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, error: Exception) -> JSONResponse:
+        # Starlette raises the error again after this answer, so the server logs it with its traceback.
+        return _error(500, f"internal error: {type(error).__name__}", "server_error", "internal_error")
+
+
+def _error(status: int, message: str, type_: str, code: str, param: str | None = None) -> JSONResponse:
+    error = {"message": message, "type": type_, "code": code, "param": param}
+    return JSONResponse({"error": error}, status_code=status)

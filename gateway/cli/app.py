@@ -1,0 +1,192 @@
+"""Subcommands and their options; each hands over to the part that does the work.
+
+Exit codes: 0 done, 1 the command ran and found a failure, 2 wrong usage or configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gateway.config import ConfigError, Settings, load
+
+app = typer.Typer(
+    name="kvgate",
+    help="Cache-aware, OpenAI-compatible gateway in front of vLLM and SGLang workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="Configuration file (kvgate.yaml). Environment variables win over it."),
+]
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()
+
+
+def settings_or_exit(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
+    """The merged configuration; every mistake goes to stderr, one a line, and ends the command with code 2."""
+    try:
+        return load(path, overrides=overrides)
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(f"kvgate: {problem}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker",
+            "-w",
+            help="Base URL of a worker, such as http://10.0.0.1:8000. Give it once a worker; "
+            "engine, model, block size and event endpoints are found by probing. Replaces `workers` of the file.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tokenizer",
+            "-t",
+            metavar="[MODEL=]DIR",
+            help="Directory with the model's tokenizer.json, "
+            "tokenizer_config.json and chat template; needed for exact matching of text prompts. "
+            "Without MODEL= it serves the workers' only model.",
+        ),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address of the client port.")] = None,
+    port: Annotated[int | None, typer.Option(help="Client port.", show_default="8000")] = None,
+    admin_host: Annotated[str | None, typer.Option(help="Address of the admin port.")] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Admin port: metrics, decisions, explain.", show_default="8001")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Routing policy.", show_default="seconds")] = None,
+    log: Annotated[str | None, typer.Option(help="Form of the log on stderr: json or console.")] = None,
+) -> None:
+    """Run the gateway.
+
+    Try it without GPUs: `kvgate engine` in one terminal, `kvgate serve --worker http://127.0.0.1:9001` in
+    another, then send any OpenAI request to http://127.0.0.1:8000/v1.
+    """
+    from gateway.cli.serve import run
+
+    overrides: dict[str, Any] = {}
+    server = {"host": host, "port": port, "admin_host": admin_host, "admin_port": admin_port}
+    overrides["server"] = {k: v for k, v in server.items() if v is not None}
+    if worker:
+        overrides["workers"] = [{"url": url} for url in worker]
+    if policy:
+        overrides["routing"] = {"policy": policy}
+    if log:
+        overrides["telemetry"] = {"log": log}
+    raise typer.Exit(run(settings_or_exit(config, overrides), tokenizers=tokenizer or []))
+
+
+@app.command()
+def explain(
+    body: Annotated[
+        Path, typer.Argument(help="File with the request body as JSON; - reads standard input.", allow_dash=True)
+    ],
+    admin: Annotated[str, typer.Option(help="Admin address of the running gateway.")] = "http://127.0.0.1:8001",
+    path: Annotated[str, typer.Option(help="Inference path the body is for.")] = "/v1/chat/completions",
+    session: Annotated[str | None, typer.Option(help="Session id, as x-session-id would carry it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the decision as JSON.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Show where a request would go and why, without running it.
+
+    Every worker's terms are in seconds and the lowest cost wins. Example:
+
+    echo '{"model": "demo", "messages": [{"role": "user", "content": "hi"}]}' | kvgate explain -
+    """
+    from gateway.cli.explain import run
+
+    text = sys.stdin.buffer.read() if str(body) == "-" else _read(body)
+    settings = settings_or_exit(config)
+    headers = {"content-type": "application/json"}
+    if settings.auth.admin_token is not None:
+        headers["authorization"] = f"Bearer {settings.auth.admin_token.get_secret_value()}"
+    if session is not None:
+        headers[settings.routing.affinity.header] = session
+    raise typer.Exit(run(text, admin=admin, path=path, headers=headers, as_json=as_json))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        typer.echo(f"kvgate: {path}: {error.strerror}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def engine(
+    port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = 9001,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    name: Annotated[str, typer.Option(help="Shown in its answers to /sim/state.")] = "engine",
+    model: Annotated[str, typer.Option(help="Name of the model it serves.")] = "demo",
+    preset: Annotated[str, typer.Option(help="Speeds and cache size: demo, 8b, 7b-a10, 70b, 70b-bigkv.")] = "demo",
+    kv_tokens: Annotated[int | None, typer.Option(help="Cache size in tokens.", show_default="the preset's")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+    speed: Annotated[float, typer.Option(help="Divides all times: 2 is twice as fast.")] = 1.0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Tokenizer directory.", show_default="the demo model's")
+    ] = None,
+    events_port: Annotated[int, typer.Option(help="Port of the KV events; 0 takes a free one.")] = 0,
+    replay_port: Annotated[int, typer.Option(help="Port of the event replay; 0 takes a free one.")] = 0,
+) -> None:
+    """Run one simulated vLLM worker: real HTTP, streams, metrics and KV events, no GPU and no weights.
+
+    It keeps a paged cache like vLLM's, spends the time a prefill would take, and answers with made-up words.
+    GET /sim/state shows what it holds; POST /sim/fault makes it misbehave.
+    """
+    from gateway.cli.engine import run
+    from gateway.sim.host import EngineSettings
+
+    defaults = EngineSettings()
+    settings = EngineSettings(
+        name=name,
+        host=host,
+        port=port,
+        model=model,
+        preset=preset,
+        kv_tokens=kv_tokens,
+        block_size=block_size,
+        speed=speed,
+        tokenizer=tokenizer or defaults.tokenizer,
+        events_port=events_port,
+        replay_port=replay_port,
+    )
+    raise typer.Exit(run(settings))
+
+
+@app.command()
+def demo(
+    duration: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds during which conversations are held.")
+    ] = 40.0,
+    engines: Annotated[int, typer.Option(min=1, max=16, help="Simulated engines behind each gateway.")] = 4,
+    seed: Annotated[int, typer.Option(help="Another number gives other conversations.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the figures, as one JSON object.")] = False,
+) -> None:
+    """Show what cache-aware routing is worth, in a minute, without a GPU.
+
+    Two equal fleets of simulated engines get the same multi-turn conversations at the same moments: one behind a
+    gateway with the policy `seconds`, one behind a gateway that goes round robin. Shown are the hit rate and the time
+    to first token.
+    """
+    from gateway.cli.demo import run
+
+    raise typer.Exit(run(duration_s=duration, engines=engines, seed=seed, as_json=as_json))

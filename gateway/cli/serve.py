@@ -1,0 +1,73 @@
+"""`kvgate serve`: one gateway until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+
+import typer
+import uvloop
+
+from gateway.config import ConfigError, ModelSettings, Settings
+from gateway.runtime import Gateway
+from gateway.runtime.models import ANY_MODEL
+from gateway.telemetry import set_up_logging
+
+
+def run(settings: Settings, *, tokenizers: list[str]) -> int:
+    """Serve until a signal ends it; the exit code: 0 after a clean end, 2 when it cannot start."""
+    if tokenizers:
+        settings = with_tokenizers(settings, tokenizers)
+    if not settings.workers:
+        typer.echo(
+            "kvgate: no workers: give --worker URL, `workers` in the file, or add them on the admin port", err=True
+        )
+    telemetry = settings.telemetry
+    logs = set_up_logging(form=telemetry.log, level=telemetry.log_level, stream=sys.stderr.buffer, wall=time.time)  # noqa: TID251
+    gateway = Gateway(settings, requests_log=logs.requests)
+    try:
+        uvloop.run(_serve(gateway))
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(f"kvgate: {problem}", err=True)
+        return 2
+    except OSError as error:
+        typer.echo(f"kvgate: {error}", err=True)
+        return 2
+    return 0
+
+
+async def _serve(gateway: Gateway) -> None:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    await gateway.start()
+    try:
+        await ended.wait()
+    finally:
+        # A second signal ends the process the hard way.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):
+                loop.remove_signal_handler(number)
+        await gateway.stop()
+
+
+def with_tokenizers(settings: Settings, given: list[str]) -> Settings:
+    """`[MODEL=]DIR` of the command line as entries of `models`; they win over the file's. Exits with 2 for a path
+    that is no directory."""
+    entries = {model.name: model for model in settings.models}
+    for text in given:
+        name, _, path = text.rpartition("=")
+        directory = Path(path).expanduser()
+        if not (directory / "tokenizer.json").is_file():
+            typer.echo(f"kvgate: --tokenizer {text}: no tokenizer.json in {directory}", err=True)
+            raise typer.Exit(2)
+        name = name or ANY_MODEL
+        known = entries.get(name) or ModelSettings(name=name)
+        entries[name] = known.model_copy(update={"tokenizer": directory})
+    return settings.model_copy(update={"models": tuple(entries.values())})

@@ -1,0 +1,333 @@
+"""Configuration: one frozen tree, validated at start; the only reader of the environment and of files.
+
+Rules:
+1. Order, later wins: defaults, `kvgate.yaml`, environment (`KVGATE_SECTION__KEY`), command line.
+2. An unknown key or a wrong value stops the start; the message names the key's path and what would be right.
+3. A key exists only when it does something.
+4. Secrets are `SecretStr`: printing the tree masks them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from gateway.records import EngineKind, Role, WorkerId, WorkerSpec
+
+ENV_PREFIX = "KVGATE_"
+
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Weight = Literal["auto"] | Annotated[float, Field(ge=0, le=1_000, allow_inf_nan=False)]
+POLICIES = ("seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash")
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. `problems` holds one line each, with the path of the key."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServerSettings(_Section):
+    """The two ports and the limits of the client port."""
+
+    host: str = Field("0.0.0.0", description="Address the client port binds.")
+    port: Port = Field(8000, description="Client port; 0 takes a free one.")
+    admin_host: str = Field("127.0.0.1", description="Address the admin port binds; loopback by default.")
+    admin_port: Port = Field(8001, description="Admin port; 0 takes a free one.")
+    drain_timeout_s: Seconds = Field(30, description="How long open requests may finish after SIGTERM.")
+    header_timeout_s: Seconds = Field(10, description="A client must have sent its request header by then.")
+    body_timeout_s: Seconds = Field(60, description="A client must have sent its request body by then.")
+    max_body_bytes: int = Field(67_108_864, ge=1024, le=1 << 31, description="Largest request body.")
+    receipts: bool = Field(True, description="Send x-kvgate-* headers with each answer.")
+    ready_timeout_s: Seconds = Field(
+        30, description="Report ready after this long even when an index is still catching up."
+    )
+
+
+class AuthSettings(_Section):
+    """Who may use the admin port."""
+
+    admin_token: SecretStr | None = Field(None, description="Bearer token of the admin port; none: no check.")
+
+
+class ModelSettings(_Section):
+    """One model: where its tokenizer lies and how its prompts are cut."""
+
+    name: str = Field(min_length=1, description="The name workers serve it under.")
+    aliases: tuple[str, ...] = Field((), description="Other served names of the same model, sharing its tokenizer.")
+    tokenizer: Path | None = Field(
+        None, description="Directory with tokenizer.json, tokenizer_config.json and chat_template.jinja."
+    )
+    chat_template: Path | None = Field(None, description="Template file that replaces the tokenizer's own.")
+    block_size: int | None = Field(None, ge=1, le=65_536, description="Tokens a block; none: learned from the workers.")
+
+
+class WorkerSettings(_Section):
+    """One worker; `auto` and none mean: learn it by probing the URL."""
+
+    url: str = Field(description="Base URL, such as http://10.0.0.1:8000.")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Shown in metrics and receipts.")
+    engine: Literal["auto", "vllm", "sglang"] = Field("auto", description="The software it runs.")
+    pool: str = Field("default", description="Pools group workers of the same model by purpose.")
+    role: Role = Field(Role.BOTH, description="prefill, decode or both.")
+    kv_events: str = Field("auto", description="ZMQ endpoint of its KV events, `auto`, or `off`.")
+    kv_replay: str = Field("auto", description="ZMQ endpoint of the event replay, `auto`, or `off`.")
+    api_key: SecretStr | None = Field(None, description="Sent to the worker instead of the client's key.")
+    weight: float = Field(1.0, gt=0, le=1000, description="Share under policies that do not look at load.")
+
+    @field_validator("url")
+    @classmethod
+    def _base_url(cls, value: str) -> str:
+        return worker_url(value)
+
+    @field_validator("kv_events", "kv_replay")
+    @classmethod
+    def _endpoint(cls, value: str) -> str:
+        if value in ("auto", "off") or value.startswith(("tcp://", "ipc://", "inproc://")):
+            return value
+        raise ValueError("expected `auto`, `off` or an endpoint such as tcp://10.0.0.1:5557")
+
+    def spec(self, taken: set[str]) -> WorkerSpec:
+        """The worker as the runtime takes it; without a name it is called w1, w2, ..."""
+        engine = EngineKind.UNKNOWN if self.engine == "auto" else EngineKind(self.engine)
+        name = self.name or default_worker_name(taken)
+        return WorkerSpec(
+            name=WorkerId(name),
+            url=self.url,
+            engine=engine,
+            pool=self.pool,
+            role=self.role,
+            kv_events=_or_probe(self.kv_events),
+            kv_replay=_or_probe(self.kv_replay),
+            api_key=self.api_key.get_secret_value() if self.api_key else None,
+            weight=self.weight,
+        )
+
+
+class AffinitySettings(_Section):
+    """Where a request's session id is read, and how long a session is remembered."""
+
+    header: str = Field("x-session-id", description="Request header that carries the session id.")
+    body_field: str | None = Field(None, description="Top-level body field that carries it, when the header is absent.")
+    ttl_s: Seconds = Field(3600, description="A session without requests is forgotten after this long.")
+    max_sessions: int = Field(1_000_000, ge=0, description="Sessions remembered; the oldest go first.")
+
+
+class RoutingSettings(_Section):
+    """How a worker is chosen: `score = alpha*hit - beta*queue - gamma*load`, in seconds."""
+
+    policy: Literal["seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash"] = Field(
+        "seconds", description="The policy; `seconds` is the cache-aware one."
+    )
+    alpha: Weight = Field("auto", description="Scales what a hit saves; auto is 1 on learned rates.")
+    beta: Weight = Field("auto", description="Scales the wait; auto is 1.")
+    gamma: Weight = Field("auto", description="Scales the prices of decode, eviction and occupancy; auto is 1.")
+    speculative_ttl_s: Seconds = Field(2, description="How long a sent prompt counts as held without an event.")
+    affinity: AffinitySettings = AffinitySettings()
+
+
+class TimeoutSettings(_Section):
+    """Deadlines of the phases on the worker's side."""
+
+    connect_s: Seconds = Field(2, description="Connection to a worker.")
+    first_byte_s: Seconds = Field(120, description="From the request sent to the head of the answer.")
+    idle_s: Seconds = Field(60, description="Between two pieces of an answer.")
+    total_s: Seconds = Field(1800, description="The whole request.")
+
+
+class RetrySettings(_Section):
+    """Other workers tried before the first byte."""
+
+    max: int = Field(2, ge=0, le=10, description="Further workers tried when one cannot be reached or breaks.")
+
+
+class LoadSettings(_Section):
+    """Polling of the workers' /metrics."""
+
+    poll_s: Seconds = Field(1, description="Seconds between two polls of one worker.")
+
+
+class TelemetrySettings(_Section):
+    """Logs."""
+
+    log: Literal["json", "console"] = Field("json", description="Form of the log on stderr.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level written.")
+
+
+class Settings(BaseSettings):
+    """The whole tree."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
+    )
+
+    server: ServerSettings = ServerSettings()
+    auth: AuthSettings = AuthSettings()
+    models: tuple[ModelSettings, ...] = ()
+    workers: tuple[WorkerSettings, ...] = ()
+    routing: RoutingSettings = RoutingSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
+    retries: RetrySettings = RetrySettings()
+    load: LoadSettings = LoadSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load` merged: it reads the sources itself to keep their order and to name bad keys."""
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _names_once(self) -> Settings:
+        names = [w.name for w in self.workers if w.name]
+        for name in {n for n in names if names.count(n) > 1}:
+            raise ValueError(f"workers: the name {name!r} is used twice")
+        served = [n for m in self.models for n in (m.name, *m.aliases)]
+        for name in {n for n in served if served.count(n) > 1}:
+            raise ValueError(f"models: the name {name!r} is used twice")
+        return self
+
+    def worker_specs(self) -> list[WorkerSpec]:
+        """The configured workers, each with a name of its own."""
+        taken = {w.name for w in self.workers if w.name}
+        specs = []
+        for worker in self.workers:
+            spec = worker.spec(taken)
+            taken.add(spec.name)
+            specs.append(spec)
+        return specs
+
+
+def load(
+    path: Path | None = None, *, overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> Settings:
+    """Read file, environment and command line into one tree. `overrides` is nested like the file and wins.
+
+    Raises ConfigError naming every wrong key.
+    """
+    env = os.environ if environ is None else environ  # noqa: TID251  this is the one reader of the environment
+    tree: dict[str, Any] = {}
+    if path is not None:
+        _merge(tree, _read_yaml(path))
+    _merge(tree, _read_environ(env))
+    _merge(tree, dict(overrides or {}))
+    try:
+        return Settings(**tree)
+    except ValidationError as error:
+        raise ConfigError([_explain(dict(e)) for e in error.errors()]) from error
+
+
+def worker_url(value: str) -> str:
+    """A worker's base URL without a trailing slash. Raises ValueError saying what a right one looks like."""
+    parts = urlsplit(value if "://" in value else f"http://{value}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{value!r}: the port is no number from 1 to 65535") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{value!r} is no worker URL; expected one like http://10.0.0.1:8000")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{value!r}: give the base URL only, without path, query or user (http://10.0.0.1:8000)")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
+
+
+def default_worker_name(taken: set[str]) -> str:
+    """The first free of w1, w2, ...: names go to clients, addresses do not."""
+    return next(name for name in (f"w{number}" for number in itertools.count(1)) if name not in taken)
+
+
+def _or_probe(endpoint: str) -> str | None:
+    return None if endpoint == "auto" else ("" if endpoint == "off" else endpoint)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: no valid YAML: {error}"]) from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError([f"{path}: expected sections such as `server:` at the top"])
+    # A section that is there but empty (`auth:`) means its defaults.
+    return {key: value for key, value in tree.items() if value is not None}
+
+
+def _read_environ(env: Mapping[str, str]) -> dict[str, Any]:
+    sections = set(Settings.model_fields)
+    problems = []
+    for name in env:
+        if name.upper().startswith(ENV_PREFIX):
+            section = name[len(ENV_PREFIX) :].split("__", 1)[0].lower()
+            if section not in sections:
+                problems.append(f"{name}: unknown section `{section}`{_near(section, sections)}")
+    if problems:
+        raise ConfigError(problems)
+    source = EnvSettingsSource(Settings)
+    source.env_vars = {k.lower(): v for k, v in env.items()}
+    try:
+        return source()
+    except ValueError as error:  # a list section that is no JSON
+        raise ConfigError([f"environment: {error}; lists are given as JSON"]) from error
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        have = into.get(key)
+        if isinstance(have, dict) and isinstance(value, Mapping):
+            _merge(have, value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _explain(error: dict[str, Any]) -> str:
+    loc = [str(part) for part in error["loc"] if part not in ("constrained-float", "float", "literal['auto']")]
+    path = ".".join(loc) or "settings"
+    if error["type"] == "extra_forbidden":
+        return f"{path}: unknown key{_near(loc[-1], _keys_at(loc[:-1]))}"
+    return f"{path}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _keys_at(path: list[str]) -> set[str]:
+    model: Any = Settings
+    for part in path:
+        if part.isdigit():
+            continue
+        annotation = model.model_fields[part].annotation
+        args = getattr(annotation, "__args__", ())
+        model = args[0] if args else annotation
+    return set(model.model_fields)
+
+
+def _near(key: str, known: set[str]) -> str:
+    match = difflib.get_close_matches(key, sorted(known), n=1)
+    return f"; did you mean `{match[0]}`?" if match else f"; known: {', '.join(sorted(known))}"

@@ -1,0 +1,82 @@
+"""The rest of the client port: model list, health, readiness, and errors in OpenAI's shape.
+
+The inference paths never come here when the method is POST; other methods on them are answered with 405. There are no
+documentation pages on this port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from gateway.edge.responses import MethodNotAllowed, NotFound, error_headers, error_object
+from gateway.errors import GatewayError, UnknownModel
+from gateway.pool import Fleet, ServedModel
+from gateway.records import Endpoint
+
+_INFERENCE_PATHS = frozenset(endpoint.value for endpoint in Endpoint)
+
+
+def client_app(fleet: Fleet, *, ready: Callable[[], bool], started_unix: int = 0) -> FastAPI:
+    """`ready` says whether traffic may come; `started_unix` is the `created` time of the models shown."""
+    app = FastAPI(title="kvgate", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        shown = [_model(model, started_unix) for model in fleet.models()]
+        return JSONResponse({"object": "list", "data": shown})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        for served in fleet.models():
+            if served.name == name:
+                return JSONResponse(_model(served, started_unix))
+        raise UnknownModel(f"model {name!r} is not served", param="model")
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while the process lives; says nothing about workers."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def readiness() -> JSONResponse:
+        """200 when traffic may come, else 503: at start, and while draining."""
+        if ready():
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not_ready"}, status_code=503)
+
+    @app.exception_handler(GatewayError)
+    async def gateway_error(_request: Request, error: GatewayError) -> JSONResponse:
+        return JSONResponse(error_object(error), status_code=error.status, headers=error_headers(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        path = request.url.path
+        headers = dict(error.headers or {})
+        if path in _INFERENCE_PATHS:
+            shown: GatewayError = MethodNotAllowed(f"{path} takes POST only")
+            headers["allow"] = "POST"
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            shown = MethodNotAllowed(f"{request.method} is not possible on {path}")
+        else:
+            shown = NotFound(f"there is nothing at {path}")
+        return JSONResponse(error_object(shown), status_code=shown.status, headers=headers)
+
+    return app
+
+
+def _model(model: ServedModel, created: int) -> dict[str, object]:
+    """OpenAI's model object with vLLM's `root`, `parent` and `max_model_len`."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "kvgate",
+        "root": model.base or model.name,
+        "parent": model.base,
+        "max_model_len": model.max_model_len,
+    }

@@ -1,0 +1,516 @@
+"""One inference request and its answer, on one client connection.
+
+Rules:
+1. `_run` is the life of a request up to the head of its answer: one task, which waits for nothing but the client's
+   body, the tokenising thread and the chosen worker. From the head on everything is a callback; no task runs.
+2. Whatever way it ends, `_finish` is called synchronously and once: it settles the lease and hands on one outcome.
+3. A worker that fails before the head of its answer, or answers 429 or 5xx, is settled and not tried again for this
+   request; another one is tried while there is one, at most `max_retries` times. After the head nothing is tried again.
+4. When the client goes away the worker's connection is dropped in the same call.
+
+It is also a cycle in uvicorn's sense (`keep_alive`, `response_complete`), so that the protocol keeps answers in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from typing import Protocol
+
+from gateway.api import ask_for_usage, parse_request
+from gateway.edge.gate import Edge
+from gateway.edge.relay import Relay
+from gateway.edge.responses import InternalError, Overloaded, error_response
+from gateway.errors import GatewayError, NoWorker, ShuttingDown, UnknownModel, WorkerError, WorkerTimeout
+from gateway.records import (
+    Ending,
+    Endpoint,
+    InferenceRequest,
+    Outcome,
+    PrefixBlocks,
+    PrefixMode,
+    Result,
+    StageTimes,
+    WorkerId,
+)
+from gateway.router import Lease
+from gateway.upstream.headers import AnswerHead, Headers, request_head
+from gateway.upstream.http import UpstreamStream
+
+_log = logging.getLogger("kvgate.edge")
+
+_CLIENT_GONE = 499
+"""nginx's code for a client that left before any answer."""
+
+_TRIED_ELSEWHERE = frozenset((429, 500, 502, 503, 504))
+"""Answers that speak of the worker's state, not of the request."""
+
+_BYTES_A_TOKEN = 4
+"""For the load estimate of a prompt whose tokens nobody can know."""
+
+_MAX_ID_BYTES = 256
+"""A longer x-request-id is replaced, a longer session id ignored: both are kept and logged."""
+
+
+class Client(Protocol):
+    """What an exchange needs of its client's connection."""
+
+    write_paused: bool
+
+    def write(self, data: bytes) -> None:
+        """Bytes for the client, in order; never waits. `pause` and `resume` of the exchange bound what piles up."""
+
+    def exchange_done(self, exchange: Exchange) -> None:
+        """The answer is written: the next request's turn, or the end of the connection when `keep_alive` is off."""
+
+    def cut(self, *, reset: bool) -> None:
+        """Close although the answer is not whole; `reset` where only an error shows that."""
+
+
+class Exchange:
+    """Made when a request head is complete; `start` when it is its turn on the connection."""
+
+    __slots__ = (
+        "_body_error",
+        "_body_waiter",
+        "_client",
+        "_connected_at",
+        "_edge",
+        "_endpoint",
+        "_headers",
+        "_http_1_0",
+        "_lease",
+        "_located_at",
+        "_loop",
+        "_model",
+        "_parsed_at",
+        "_pieces",
+        "_relay",
+        "_request_id",
+        "_reserved_at",
+        "_retries",
+        "_session",
+        "_started_at",
+        "_stream",
+        "_streamed",
+        "_target",
+        "_task",
+        "_tried",
+        "_usage_hidden",
+        "declared_bytes",
+        "keep_alive",
+        "response_complete",
+        "whole",
+    )
+
+    def __init__(
+        self,
+        edge: Edge,
+        client: Client,
+        loop: asyncio.AbstractEventLoop,
+        endpoint: Endpoint,
+        target: bytes,
+        headers: Headers,
+        *,
+        http_1_0: bool,
+        keep_alive: bool,
+    ) -> None:
+        """`target` is path and query; `headers` have lower-case names."""
+        self.keep_alive = keep_alive
+        self.response_complete = False
+        self.whole = False
+        """The body has come, or nothing more of it is wanted."""
+        fields = dict(headers)
+        self.declared_bytes = int(fields.get(b"content-length", b"0"))
+        self._edge = edge
+        self._client = client
+        self._loop = loop
+        self._endpoint = endpoint
+        self._target = target
+        self._headers = headers
+        self._http_1_0 = http_1_0
+        self._pieces: list[bytes] = []
+        self._body_error: GatewayError | None = None
+        self._body_waiter: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._started_at = edge.clock()
+        self._mark_all(self._started_at)
+        self._model = ""
+        self._streamed = False
+        self._usage_hidden = False
+        self._lease: Lease | None = None
+        self._stream: UpstreamStream | None = None
+        self._relay: Relay | None = None
+        self._retries = 0
+        self._tried: frozenset[WorkerId] = frozenset()
+        request_id = fields.get(b"x-request-id", b"")
+        self._request_id = request_id if 0 < len(request_id) <= _MAX_ID_BYTES else edge.request_ids().encode()
+        session = fields.get(edge.session_header, b"")
+        self._session = session.decode("latin-1") if 0 < len(session) <= _MAX_ID_BYTES else None
+        edge.exchanges.add(self)
+
+    # ---------------------------------------------------------------- the story
+
+    async def _run(self) -> None:
+        try:
+            body = await self._whole_body()
+            request = await self._understand(body)
+            blocks = await self._locate(request, body)
+            answer = await self._first_answer(request, blocks, body)
+            self._pass_on(answer)
+        except GatewayError as error:
+            self._refuse(error)
+        except asyncio.CancelledError:
+            # Ours: the exchange is finished already. Otherwise the server is ending.
+            self.shut_down()
+            raise
+        except Exception:  # noqa: BLE001  a bug: logged with its traceback, and the request is ended
+            _log.exception("request %s met a bug of the gateway", self._request_id.decode("latin-1"))
+            self._crash()
+
+    async def _whole_body(self) -> bytes:
+        if not self.whole:
+            self._body_waiter = self._loop.create_future()
+            await self._body_waiter
+        edge = self._edge
+        self._started_at = edge.clock()
+        self._mark_all(self._started_at)
+        if self._body_error is not None:
+            raise self._body_error
+        if not edge.accepting:
+            raise ShuttingDown("the gateway is shutting down; try another one", retry_after_s=1)
+        if len(edge.exchanges) > edge.limits.max_exchanges:
+            raise Overloaded("the gateway carries as many requests as it may", retry_after_s=1)
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _understand(self, body: bytes) -> InferenceRequest:
+        edge = self._edge
+        parse = functools.partial(
+            parse_request,
+            self._endpoint,
+            body,
+            request_id=self._request_id.decode("latin-1"),
+            session=self._session,
+            affinity_field=edge.session_field,
+        )
+        if len(body) <= edge.limits.inline_parse_bytes:
+            request = parse()
+        else:
+            request = await self._loop.run_in_executor(edge.executor, parse)
+        self._model = request.model
+        self._streamed = request.stream
+        self._parsed_at = self._located_at = self._reserved_at = self._connected_at = edge.clock()
+        return request
+
+    async def _locate(self, request: InferenceRequest, body: bytes) -> PrefixBlocks:
+        edge = self._edge
+        pool = edge.router.pool(request.model)
+        hasher = edge.hashers(pool.model)
+        if hasher is None:
+            blocks = PrefixBlocks((), len(body) // _BYTES_A_TOKEN, pool.block_size, PrefixMode.NONE, "no_tokenizer")
+        else:
+            work = hasher.begin(request, block_size=pool.block_size, adapter=pool.adapter)
+            if work.pending:
+                await self._loop.run_in_executor(edge.executor, work.encode)
+            blocks = work.blocks()
+        self._located_at = self._reserved_at = self._connected_at = edge.clock()
+        return blocks
+
+    async def _first_answer(self, request: InferenceRequest, blocks: PrefixBlocks, body: bytes) -> AnswerHead:
+        """The head of the answer that the client will get; as many workers are tried as that takes."""
+        edge = self._edge
+        head = request_head(self._target, self._headers, request_id=self._request_id)
+        if edge.ask_usage:
+            asking = ask_for_usage(body, request)
+            self._usage_hidden = asking is not body
+            body = asking
+        total_at = self._started_at + edge.upstream.timeouts.total_s
+        now = edge.clock()
+        stream = self._reserved(edge.router.route(request, blocks, now))
+        while True:
+            try:
+                answer = await stream.send(head, body, total_at=total_at)
+            except WorkerError as error:
+                other = self._another(request, blocks, _result(error), error.status, error.code)
+                if other is None:
+                    raise
+            else:
+                self._connected_at = stream.connected_at
+                if answer.status not in _TRIED_ELSEWHERE:
+                    return answer
+                other = self._another(request, blocks, Result.WORKER_FAILED, answer.status, "worker_status")
+                if other is None:
+                    return answer
+            stream = other
+
+    def _pass_on(self, answer: AnswerHead) -> None:
+        """From here on the bytes run by callbacks: worker -> relay -> client."""
+        stream = self._stream
+        assert stream is not None
+        relay = self._relay = Relay(
+            self,
+            self._client.write,
+            answer,
+            endpoint=self._endpoint,
+            receipts=self._receipts() if self._edge.receipts else b"",
+            hide_usage=self._usage_hidden,
+            http_1_0=self._http_1_0,
+            keep_alive=self.keep_alive,
+        )
+        self.keep_alive = not relay.closes
+        stream.relay_to(relay)
+        if not self.response_complete:
+            relay.send_head()
+            if self._client.write_paused:
+                stream.pause()
+
+    # ---------------------------------------------------------------- workers
+
+    def _reserved(self, lease: Lease) -> UpstreamStream:
+        """A lease and the stream that serves it, from the same moment on."""
+        self._lease = lease
+        self._stream = self._edge.upstream.open(lease.worker.spec)
+        self._reserved_at = self._connected_at = self._edge.clock()
+        return self._stream
+
+    def _another(
+        self, request: InferenceRequest, blocks: PrefixBlocks, result: Result, status: int, code: str
+    ) -> UpstreamStream | None:
+        """Settle a failed attempt and reserve another worker; None when there is none: then the attempt stands."""
+        edge = self._edge
+        failed = self._lease
+        assert failed is not None
+        self._tried |= {failed.worker.id}
+        if self._retries >= edge.limits.max_retries:
+            return None
+        now = edge.clock()
+        try:
+            lease = edge.router.route(request, blocks, now, excluded=self._tried)
+        except (NoWorker, UnknownModel):
+            return None
+        self._drop_worker()
+        ending = Ending(result, status, now, error_code=code)
+        outcome = failed.settle(ending, started_at=self._started_at, stages=self._stage_times(), retries=self._retries)
+        self._retries += 1
+        stream = self._reserved(lease)
+        if edge.on_retry is not None:
+            edge.on_retry(outcome)
+        return stream
+
+    def _drop_worker(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.abort()
+
+    # ---------------------------------------------------------------- from the client's connection
+
+    def start(self) -> None:
+        """It is this request's turn."""
+        self._task = self._loop.create_task(self._run())
+
+    def receive(self, data: bytes) -> None:
+        """The next bytes of the body; the protocol has counted them."""
+        self._pieces.append(data)
+
+    def received(self, error: GatewayError | None = None) -> None:
+        """The body is complete, or will never be because of `error`."""
+        self.whole = True
+        if error is not None:
+            self._body_error = error
+            self._pieces.clear()
+            self.keep_alive = False
+        if self._body_waiter is not None and not self._body_waiter.done():
+            self._body_waiter.set_result(None)
+
+    def pause(self) -> None:
+        """The client takes no more for now."""
+        if self._relay is not None and self._stream is not None:
+            self._stream.pause()
+
+    def resume(self) -> None:
+        """The client takes bytes again."""
+        if self._stream is not None:
+            self._stream.resume()
+
+    def client_gone(self) -> None:
+        """The client's connection is lost: so is the worker's, at once."""
+        if not self.response_complete:
+            status = self._relay.status if self._relay is not None else _CLIENT_GONE
+            self._end_work()
+            self._finish(Result.CLIENT_GONE, status, self._edge.clock())
+
+    def shut_down(self) -> None:
+        """The process ends before the answer did."""
+        if self.response_complete:
+            return
+        self._end_work()
+        if self._relay is None:
+            error = ShuttingDown("the gateway is shutting down; try another one", retry_after_s=1)
+            self._write_error(error)
+            self._finish(Result.SHUT_DOWN, error.status, self._edge.clock(), error_code=error.code)
+        else:
+            self._finish(Result.SHUT_DOWN, self._relay.status, self._edge.clock(), error_code=ShuttingDown.code)
+        self._client.cut(reset=False)
+
+    # ---------------------------------------------------------------- from the relay
+
+    def first_byte(self, now: float) -> None:
+        """The first byte of a successful answer has come."""
+        if self._lease is not None:
+            self._lease.first_byte(now)
+
+    def answered(self, now: float) -> None:
+        """The answer is with the client, whole."""
+        relay = self._relay
+        assert relay is not None
+        self._stream = None
+        try:
+            if relay.status >= 500:
+                self._finish(Result.WORKER_FAILED, relay.status, now, error_code="worker_status")
+            else:
+                self._finish(Result.COMPLETED, relay.status, now)
+        except Exception:  # noqa: BLE001  a bug: logged with its traceback, and the request is ended
+            # The caller is the worker's connection, which cannot tell the client.
+            _log.exception("request %s met a bug of the gateway", self._request_id.decode("latin-1"))
+            self.keep_alive = False
+        self._client.exchange_done(self)
+
+    def broken(self, error: WorkerError, *, told: bool, now: float) -> None:
+        """The answer broke off; `told` when the client got an error event in its place."""
+        relay = self._relay
+        assert relay is not None
+        self._stream = None
+        self._finish(_result(error), relay.status, now, error_code=error.code)
+        if told:
+            self.keep_alive = False
+            self._client.exchange_done(self)
+        else:
+            self._client.cut(reset=self._http_1_0)
+
+    def reader_stalled(self, now: float) -> None:
+        """A client that takes nothing for the whole idle time is gone."""
+        self.client_gone()
+        self._client.cut(reset=True)
+
+    # ---------------------------------------------------------------- ends
+
+    def _refuse(self, error: GatewayError) -> None:
+        if self.response_complete:
+            return
+        self._drop_worker()
+        self._write_error(error)
+        self._finish(_result(error), error.status, self._edge.clock(), error_code=error.code)
+        self._client.exchange_done(self)
+
+    def _crash(self) -> None:
+        """A bug, logged by the caller: a plain 500 for the client, or a cut answer, and the connection ends."""
+        if self.response_complete:
+            return
+        self._drop_worker()
+        self.keep_alive = False
+        error = InternalError()
+        relay = self._relay
+        if relay is None:
+            self._write_error(error)
+        self._finish(Result.REFUSED, error.status, self._edge.clock(), error_code=error.code)
+        if relay is None:
+            self._client.exchange_done(self)
+        else:
+            self._client.cut(reset=self._http_1_0)
+
+    def _end_work(self) -> None:
+        self._drop_worker()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+
+    def _write_error(self, error: GatewayError) -> None:
+        if not self._edge.accepting:
+            self.keep_alive = False
+        receipts = self._receipts() if self._edge.receipts else b"x-request-id: %b\r\n" % self._request_id
+        self._client.write(
+            error_response(error, endpoint=self._endpoint, receipts=receipts, keep_alive=self.keep_alive)
+        )
+
+    def _finish(self, result: Result, status: int, now: float, *, error_code: str | None = None) -> None:
+        """The one end: settles the lease, forgets the exchange, hands on the outcome."""
+        self.response_complete = True
+        edge, relay = self._edge, self._relay
+        edge.exchanges.discard(self)
+        # Nothing may be left that only the garbage collector could take apart.
+        self._task = self._relay = None
+        if relay is None:
+            ending = Ending(result, status, now, error_code=error_code)
+        else:
+            ending = Ending(
+                result,
+                status,
+                now,
+                relay.usage() if result is Result.COMPLETED else None,
+                relay.chunks,
+                relay.first_byte_at,
+                relay.last_byte_at,
+                error_code,
+            )
+        lease, self._lease = self._lease, None
+        if lease is None:
+            outcome = self._unplaced(ending)
+        else:
+            outcome = lease.settle(
+                ending, started_at=self._started_at, stages=self._stage_times(), retries=self._retries
+            )
+        edge.on_outcome(outcome)
+
+    def _unplaced(self, ending: Ending) -> Outcome:
+        """The outcome of a request that no worker was chosen for."""
+        return Outcome(
+            request_id=self._request_id.decode("latin-1"),
+            endpoint=self._endpoint,
+            model=self._model,
+            pool="",
+            worker=None,
+            result=ending.result,
+            status=ending.status,
+            stream=self._streamed,
+            started_at=self._started_at,
+            ended_at=ending.ended_at,
+            stages=self._stage_times(),
+            error_code=ending.error_code,
+        )
+
+    def _stage_times(self) -> StageTimes:
+        """Seconds between the steps made: whole body, parsed, located, reserved, connected."""
+        return StageTimes(
+            self._parsed_at - self._started_at,
+            self._located_at - self._parsed_at,
+            self._reserved_at - self._located_at,
+            0.0,
+            self._connected_at - self._reserved_at,
+        )
+
+    def _mark_all(self, now: float) -> None:
+        self._parsed_at = self._located_at = self._reserved_at = self._connected_at = now
+
+    def _receipts(self) -> bytes:
+        lease = self._lease
+        if lease is None:
+            return b"x-request-id: %b\r\n" % self._request_id
+        return (
+            b"x-request-id: %b\r\nx-kvgate-worker: %b\r\nx-kvgate-predicted-tokens: %d\r\nx-kvgate-retries: %d\r\n"
+            % (self._request_id, lease.worker.id.encode(), lease.decision.predicted_tokens, self._retries)
+        )
+
+
+def _result(error: GatewayError) -> Result:
+    """How a request that ends with this error ended."""
+    match error:
+        case WorkerTimeout():
+            return Result.TIMED_OUT
+        case WorkerError():
+            return Result.WORKER_FAILED
+        case ShuttingDown():
+            return Result.SHUT_DOWN
+        case _:
+            return Result.REFUSED

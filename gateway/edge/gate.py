@@ -1,0 +1,109 @@
+"""What all client connections share: the parts behind the edge, its limits, and the count of what is open.
+
+The composition root makes one `Edge` and passes it to `protocol.client_protocol`. Gauges read `open_exchanges` and
+`upstream.open_streams`; draining sets `accepting` to False, waits for `open_exchanges` to be 0, then calls `cut`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.prefix import PromptHasher
+from gateway.records import Outcome
+from gateway.router import Router
+from gateway.upstream.deadlines import Deadlines
+from gateway.upstream.http import Upstream
+
+if TYPE_CHECKING:
+    # An exchange holds the edge, and the edge the open exchanges.
+    from gateway.edge.exchange import Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeLimits:
+    """Limits of the client's side; seconds and bytes."""
+
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    """From the end of the head to the end of the body."""
+    linger_s: float = 2.0
+    """How long a refused upload is read on after the answer, so that the client can see why."""
+    max_header_bytes: int = 65_536
+    max_body_bytes: int = 67_108_864
+    max_pipelined_bytes: int = 65_536
+    """Requests sent ahead of their turn that wait unparsed; beyond this reading pauses."""
+    inline_parse_bytes: int = 262_144
+    """Bodies above this are parsed in the executor: 256 KB of JSON take about a millisecond."""
+    max_exchanges: int = 20_000
+    max_retries: int = 2
+    """Further workers tried for one request before the first byte of its answer."""
+
+
+class Edge:
+    """The client port's side of the process."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        hashers: Callable[[str], PromptHasher | None],
+        upstream: Upstream,
+        executor: Executor,
+        clock: Callable[[], float],
+        on_outcome: Callable[[Outcome], None],
+        request_ids: Callable[[], str],
+        on_retry: Callable[[Outcome], None] | None = None,
+        limits: EdgeLimits | None = None,
+        receipts: bool = True,
+        ask_usage: bool = True,
+        session_header: str = "x-session-id",
+        session_field: str | None = None,
+        tick_s: float = 0.25,
+    ) -> None:
+        """`hashers` gives the hasher of a base model. `on_outcome` gets one record for every request, `on_retry` one
+        for every attempt that was followed by another. `request_ids` makes an id for a client that sent none. `tick_s`
+        is the precision of the client's timeouts."""
+        self.router = router
+        self.hashers = hashers
+        self.upstream = upstream
+        self.executor = executor
+        self.clock = clock
+        self.on_outcome = on_outcome
+        self.on_retry = on_retry
+        self.request_ids = request_ids
+        self.limits = limits or EdgeLimits()
+        self.receipts = receipts
+        self.ask_usage = ask_usage
+        self.session_header = session_header.lower().encode()
+        self.session_field = session_field
+        self.deadlines = Deadlines(clock, tick_s=tick_s)
+        self.exchanges: set[Exchange] = set()
+        self.accepting = True
+        """False: new requests are refused with `shutting_down`."""
+
+    @property
+    def open_exchanges(self) -> int:
+        """Requests whose head has been read and whose answer is not finished."""
+        return len(self.exchanges)
+
+    def cut(self) -> None:
+        """The drain limit has passed: end every open request now."""
+        for exchange in list(self.exchanges):
+            exchange.shut_down()
+
+
+def request_id_maker(rng: random.Random) -> Callable[[], str]:
+    """Ids that are unique over processes: 64 random bits for the process, then a count."""
+    process = f"{rng.getrandbits(64):016x}"
+    count = 0
+
+    def make() -> str:
+        nonlocal count
+        count += 1
+        return f"{process}{count:08x}"
+
+    return make

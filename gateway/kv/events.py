@@ -1,0 +1,315 @@
+"""KV events as engines publish them: ZMQ frames and msgpack payloads to records.
+
+One tolerant decoder serves every vLLM release from 0.9 on, SGLang from 0.4.6 on and the relays that imitate them.
+
+Rules:
+1. Payloads are decoded untyped: a field of an unexpected type, an unknown field or an unknown event kind costs at
+   most that event, never the batch. What is left out is named in `KvBatch.skipped`.
+2. Events are arrays (vLLM up to 0.23, SGLang up to 0.5.19) or maps with `type`; trailing defaults may be cut off.
+   Both engines use the same first positions, so one table of positions reads both.
+3. Engine hashes are folded to unsigned 64 bits: signed and unsigned integers modulo 2**64, digests by their last
+   8 bytes (big-endian), which is what the engines themselves put into integers.
+4. Media are folded to a `Tier` without regard to case; no medium means GPU.
+5. What an event says about identity besides tokens (adapter, cache salt, multimodal items) is kept, so that blocks
+   that differ only there never meet.
+
+The decoder keeps no state: what a cache group is, which parent is known and what counts twice is the index's business.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from gateway.records import EngineHash, Tier
+
+_STORED_FIELDS: Final = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+_REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
+
+_TIERS: Final[dict[str | None, Tier]] = {
+    None: Tier.GPU,
+    "": Tier.GPU,
+    "GPU": Tier.GPU,
+    "DEVICE": Tier.GPU,
+    "CPU": Tier.CPU,
+    "CPU_PINNED": Tier.CPU,
+    "CPU_TIER1": Tier.CPU,
+    "HOST": Tier.CPU,
+    "CPU_TIER2": Tier.DISK,
+    "DISK": Tier.DISK,
+    "NVME": Tier.DISK,
+    "STORAGE": Tier.DISK,
+    "FS": Tier.DISK,
+    "OBJ": Tier.REMOTE,
+    "EXTERNAL": Tier.REMOTE,
+    "NETWORK": Tier.REMOTE,
+    "REMOTE": Tier.REMOTE,
+    "SHARED": Tier.REMOTE,
+}
+
+_MASK64: Final = 0xFFFF_FFFF_FFFF_FFFF
+
+# Parents that stand for "no parent": 0 is what some simulators send instead of nil; the other is Python's hash of the
+# empty tuple, the root of SGLang 0.4.6 and 0.4.7.
+_NO_PARENT: Final = frozenset({0, 5740354900026072187})
+
+_END_MARKER: Final = b"\xff" * 8
+
+_decode: Final = msgspec.msgpack.Decoder().decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class MalformedMessage(ValueError):
+    """Frames or a payload that no engine sends; the feed counts it and goes on."""
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """Blocks that a rank now holds in one tier.
+
+    `hashes` names consecutive blocks; `parent` the block before the first, None at the start of a prompt. `tokens`
+    are the token ids of all of them, empty in placeholder events. `keyed` says that the event itself carries what
+    else entered the hashes; `salt` and `extras` are then to be believed when None. `extras` has one entry a block:
+    canonical bytes of its multimodal items (see `identity_bytes`), or None; it is None when no block has any.
+    """
+
+    hashes: list[EngineHash]
+    parent: EngineHash | None
+    tokens: list[int]
+    block_size: int
+    tier: Tier = Tier.GPU
+    group: int | None = None
+    kind: str | None = None
+    adapter: str | None = None
+    salt: str | None = None
+    extras: list[bytes | None] | None = None
+    keyed: bool = False
+
+
+class Removed(msgspec.Struct, frozen=True, gc=False):
+    """Blocks that a rank no longer holds in one tier (one copy of each, where the engine counts copies)."""
+
+    hashes: list[EngineHash]
+    tier: Tier = Tier.GPU
+    group: int | None = None
+
+
+class Cleared(msgspec.Struct, frozen=True, gc=False):
+    """The rank's cache is empty now, in every tier."""
+
+
+KvEvent = Stored | Removed | Cleared
+
+
+class KvBatch(NamedTuple):
+    """One message of an engine. `ts` is Unix seconds of the engine's clock; `rank` is None where it is not told.
+    `skipped` has one word for each event that was left out: `unknown_kind`, `unknown_medium` or `malformed`."""
+
+    ts: float
+    rank: int | None
+    events: list[KvEvent]
+    skipped: tuple[str, ...] = ()
+
+
+class ForeignMessage(NamedTuple):
+    """Valid msgpack that is no batch of KV events: controller messages, load statistics. `kind` is its own tag."""
+
+    kind: str
+
+
+class Message(NamedTuple):
+    """One multipart message, live or replayed: the publisher's sequence number and the undecoded payload."""
+
+    seq: int
+    payload: bytes
+
+
+def parse_live(frames: list[bytes]) -> Message:
+    """Frames of a SUB socket: topic, sequence (8 bytes, big-endian), payload. Raises MalformedMessage."""
+    if len(frames) < 3 or len(frames[-2]) != 8:
+        raise MalformedMessage("a live message has three frames: topic, 8-byte sequence, payload")
+    return Message(int.from_bytes(frames[-2], "big"), frames[-1])
+
+
+def parse_reply(frames: list[bytes]) -> Message | None:
+    """Frames of a DEALER socket that asked for a replay; None at the end marker. Raises MalformedMessage.
+
+    Both layouts: `[empty, seq, payload]` (vLLM up to 0.25, SGLang up to 0.5.21) and `[empty, topic, seq, payload]`.
+    """
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        raise MalformedMessage("a replay reply ends in an 8-byte sequence and a payload")
+    if frames[-2] == _END_MARKER:
+        return None
+    return Message(int.from_bytes(frames[-2], "big"), frames[-1])
+
+
+def replay_request(from_seq: int) -> list[bytes]:
+    """Frames that ask a replay ROUTER for every batch from `from_seq` on. Other shapes get no answer."""
+    return [b"", from_seq.to_bytes(8, "big")]
+
+
+def batch_time(payload: bytes) -> float | None:
+    """`ts` of a batch without decoding the rest; None when the payload does not start like a batch."""
+    if len(payload) < 10 or payload[0] & 0xF0 != 0x90 or payload[1] != 0xCB:
+        return None
+    return float(_decode(payload[1:10]))
+
+
+def decode_batch(payload: bytes) -> KvBatch | ForeignMessage:
+    """Decode one payload. Raises MalformedMessage when it is no msgpack or has a shape no known sender uses."""
+    try:
+        raw = _decode(payload)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"payload is no msgpack: {error}") from error
+    if type(raw) is dict:
+        return ForeignMessage(str(raw.get("type")))
+    if type(raw) is not list or len(raw) < 2:
+        raise MalformedMessage("a batch is an array of time, events and rank")
+    ts, raw_events = raw[0], raw[1]
+    if type(ts) is str:
+        return ForeignMessage(ts)
+    if type(ts) is int:
+        ts = ts / 1000  # the Mooncake master counts milliseconds
+    if type(ts) is not float or type(raw_events) is not list:
+        raise MalformedMessage("a batch is an array of time, events and rank")
+    rank = raw[2] if len(raw) > 2 else None
+    events: list[KvEvent] = []
+    skipped: list[str] = []
+    for raw_event in raw_events:
+        try:
+            event = _event(raw_event)
+        except (TypeError, AttributeError, ValueError, LookupError):
+            # Rule 1: whatever is wrong with one event, the others of the batch still count.
+            skipped.append("malformed")
+            continue
+        if type(event) is str:
+            skipped.append(event)
+        else:
+            events.append(event)  # type: ignore[arg-type]  # `type(...) is str` does not narrow
+    return KvBatch(ts, rank if type(rank) is int else None, events, tuple(skipped))
+
+
+def identity_bytes(items: list[Any]) -> bytes:
+    """Canonical bytes of a block's multimodal items for `gateway.keys.with_extra`.
+
+    `items` are what vLLM lists in `extra_keys` for the block, adapter and salt taken out: `[identifier, offset]`
+    pairs with offset = item start - block start (from 0.20), bare identifiers (0.17 to 0.19), digests of embeddings.
+    """
+    return _encode(items)
+
+
+def _event(raw: Any) -> KvEvent | str:
+    if type(raw) is not dict:
+        kind = raw[0]
+        if kind == "BlockStored":
+            raw = dict(zip(_STORED_FIELDS, raw[1:], strict=False))
+        elif kind == "BlockRemoved":
+            raw = dict(zip(_REMOVED_FIELDS, raw[1:], strict=False))
+    else:
+        kind = raw.get("type")
+    if kind == "BlockStored":
+        return _stored(raw)
+    if kind == "BlockRemoved":
+        tier = _tier(raw.get("medium"))
+        group = raw.get("group_idx")
+        if tier is None:
+            return "unknown_medium"
+        if group is not None and type(group) is not int:
+            return "malformed"
+        return Removed(_fold_all(raw["block_hashes"]), tier, group)
+    return Cleared() if kind == "AllBlocksCleared" else "unknown_kind"
+
+
+def _stored(raw: dict[str, Any]) -> KvEvent | str:
+    get = raw.get
+    medium = get("medium")
+    tier = _TIERS.get(medium) or _tier(medium)
+    if tier is None:
+        return "unknown_medium"
+    hashes = _fold_all(raw["block_hashes"])
+    parent = get("parent_block_hash")
+    if parent is not None:
+        parent = _fold(parent)
+        if parent in _NO_PARENT:
+            parent = None
+    tokens = get("token_ids") or []
+    if tokens and type(tokens[0]) is list:
+        # SGLang with EAGLE-style drafting: pairs of a token and the one after it.
+        tokens = [pair[0] for pair in tokens]
+    block_size = get("block_size") or 0
+    group = get("group_idx")
+    kind = get("kv_cache_spec_kind")
+    adapter = get("lora_name")
+    salt = get("cache_salt")
+    if (
+        type(tokens) is not list
+        or type(block_size) is not int
+        or (group is not None and type(group) is not int)
+        or (kind is not None and type(kind) is not str)
+        or (adapter is not None and type(adapter) is not str)
+        or (salt is not None and type(salt) is not str)
+    ):
+        return "malformed"
+    extra_keys = get("extra_keys")
+    extras = None
+    if extra_keys is not None and any(extra_keys):
+        salt, extras = _split_extras(extra_keys, adapter, at_root=parent is None)
+        if len(extra_keys) != len(hashes):
+            return "malformed"
+    items = get("block_mm_infos")
+    if items is not None and any(items):  # relayed TensorRT-LLM events
+        extras = [None if item is None else _encode(item) for item in items]
+        if len(extras) != len(hashes):
+            return "malformed"
+    return Stored(hashes, parent, tokens, block_size, tier, group, kind, adapter, salt, extras, extra_keys is not None)
+
+
+def _split_extras(
+    extra_keys: list[list[Any] | None], adapter: str | None, *, at_root: bool
+) -> tuple[str | None, list[bytes | None] | None]:
+    """vLLM lists adapter, multimodal items, salt in this order and untagged; the salt in a prompt's first block only.
+
+    A bare string at the end of a first block is taken for the salt. In 0.17 to 0.19 it can be an image's identifier:
+    then no request matches the block, which is the safe side.
+    """
+    salt = None
+    extras: list[bytes | None] = []
+    for position, entry in enumerate(extra_keys):
+        items = list(entry or ())
+        if items and items[0] == adapter:
+            del items[0]
+        if items and position == 0 and at_root and type(items[-1]) is str:
+            salt = items.pop()
+        extras.append(identity_bytes(items) if items else None)
+    return salt, extras if any(extras) else None
+
+
+def _tier(medium: str | None) -> Tier | None:
+    return _TIERS.get(medium.upper() if type(medium) is str else medium)
+
+
+def _fold(value: Any) -> EngineHash:
+    # No call of the NewType: this runs once a block.
+    folded: EngineHash = int.from_bytes(value[-8:], "big") if type(value) is bytes else value & _MASK64  # type: ignore[assignment]
+    return folded
+
+
+def _fold_all(values: list[Any]) -> list[EngineHash]:
+    if len(values) == 1:
+        return [_fold(values[0])]
+    try:
+        return [value & _MASK64 for value in values]
+    except TypeError:
+        return [_fold(value) for value in values]

@@ -1,0 +1,240 @@
+"""The index: which worker holds which prefix blocks, in which tier.
+
+What it owns: masks of workers by block key for each tier, the tables that turn each rank's engine hashes into
+keys, orphans, and speculative blocks. Invariants are stated where they are kept: `ingest` (placing and removing),
+`tables` (names, copies, orphans), `speculation`, `overlap`.
+
+Rules for callers:
+1. The index is an estimate. It never raises for what a worker announces; it counts.
+2. Everything is synchronous and in memory. Nothing here knows time; the router decides how long a speculation lives.
+3. A slot is bound before its events count and released when its worker goes; speculations of a released slot end.
+4. Several ranks behind one URL share a slot: the worker's bit stays until no rank of it holds the block. Which rank
+   serves a request is the worker's choice, so the overlap of such a worker is what its best rank might hold.
+5. A worker whose block size is k times that of the index's keys fills k keys with each of its blocks, and its overlap
+   is floored to its own size. Any other size cannot be matched; its blocks are counted as `block_size` problems.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from gateway.kv.events import KvEvent
+from gateway.kv.ingest import Placement, Tally
+from gateway.kv.overlap import Overlaps, run_of
+from gateway.kv.speculation import Speculation, SpeculativeBlocks
+from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
+from gateway.records import BlockKey, EngineKind, PrefixBlocks, Slot, Tier
+
+DEFAULT_ORPHAN_LIMIT: Final = 16_384
+"""Orphans kept per rank: some 8 MB a rank at worst, and far more than a rank announces before its heads are known."""
+
+DEFAULT_SPECULATIVE_LIMIT: Final = 2_000_000
+"""Speculative keys kept: 2,000 prompts of 16k tokens at a block size of 16 in flight, some 200 MB at worst."""
+
+_INT_BYTES: Final = 32  # a Python int between 2**30 and 2**60; one more digit is within the same allocation size
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What one call of `apply` changed, in blocks of the engine; maps have no zeros.
+
+    `repeated` are announcements of blocks held already, `orphans` blocks that wait for their parent or their tokens,
+    `dropped` old orphans that had to go for them. `ignored` is by reason: `unknown_removal` (announced before
+    we listened), `cache_group` (not full attention), `block_size` (identity problem), `malformed`, `unbound`.
+    """
+
+    stored: Mapping[Tier, int]
+    removed: Mapping[Tier, int]
+    ignored: Mapping[str, int]
+    repeated: int = 0
+    orphans: int = 0
+    dropped: int = 0
+    clears: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """The state of the index. `blocks` counts distinct keys by slot and tier; `ignored` is by slot and reason, since
+    the slot was bound. `estimated_bytes` covers every table; it is an estimate, good to a tenth."""
+
+    blocks: Mapping[Slot, Mapping[Tier, int]]
+    ignored: Mapping[Slot, Mapping[str, int]]
+    keys: int
+    orphans: int
+    placeholders: int
+    orphans_dropped: int
+    speculative: int
+    speculative_truncated: int
+    estimated_bytes: int
+
+
+class KvIndex:
+    """See the module's docstring. All methods are cheap but `purge` and `release`, which cost their own blocks."""
+
+    def __init__(
+        self,
+        *,
+        orphan_limit: int = DEFAULT_ORPHAN_LIMIT,
+        speculative_limit: int = DEFAULT_SPECULATIVE_LIMIT,
+    ) -> None:
+        self._placement = Placement()
+        self._speculative = SpeculativeBlocks(speculative_limit)
+        self._workers: dict[Slot, WorkerTable] = {}
+        self._spans: dict[Slot, int] = {}
+        self._orphan_limit = orphan_limit
+        self._orphans_dropped = 0
+
+    # ------------------------------------------------------------------ workers
+
+    def bind(self, slot: Slot, *, model: str, block_size: int, engine: EngineKind = EngineKind.VLLM) -> None:
+        """A worker takes the slot. `model` is the base model's name in the pool, `block_size` that of the pool's keys.
+
+        SGLang announces a page it holds as often as it likes; every other engine is taken to count copies as vLLM
+        does. A slot that is bound already is released first.
+        """
+        if block_size < 1:
+            raise ValueError("block_size is at least 1")
+        self.release(slot)
+        self._workers[slot] = WorkerTable(
+            slot, model=model, block_size=block_size, counted=engine is not EngineKind.SGLANG
+        )
+
+    def release(self, slot: Slot) -> None:
+        """The worker is gone; its slot may be bound again. Unknown slots are fine."""
+        worker = self._workers.get(slot)
+        if worker is None:
+            return
+        self.purge(slot)
+        self._speculative.retract_all(worker.bit)
+        self._spans.pop(slot, None)
+        del self._workers[slot]
+
+    # ------------------------------------------------------------------ events
+
+    def apply(self, slot: Slot, rank: int, events: Sequence[KvEvent]) -> Applied:
+        """Apply events of one rank in order. Events for a slot that is not bound are counted as ignored."""
+        worker = self._workers.get(slot)
+        if worker is None:
+            return Applied({}, {}, {"unbound": len(events)})
+        table = worker.ranks.get(rank)
+        if table is None:
+            table = worker.ranks[rank] = RankTable(self._orphan_limit)
+        tally = self._placement.apply(worker, table, events)
+        if worker.span > 1:
+            self._spans[slot] = worker.span
+        if tally.ignored:
+            worker.ignored.update(tally.ignored)
+        self._orphans_dropped += tally.dropped
+        return _applied(tally)
+
+    def purge(self, slot: Slot, rank: int | None = None) -> int:
+        """Forget one rank's blocks, or all of the worker's. Returns how many (rank, tier, block) entries went.
+
+        Speculations stay: the requests they stand for are still on their way.
+        """
+        worker = self._workers.get(slot)
+        if worker is None:
+            return 0
+        purged = 0
+        for number in [rank] if rank is not None else list(worker.ranks):
+            table = worker.ranks.get(number)
+            if table is not None:
+                purged += self._placement.purge(worker, table)
+        return purged
+
+    # ------------------------------------------------------------------ requests
+
+    def overlap(self, blocks: PrefixBlocks, slots: int) -> Overlaps:
+        """What each candidate holds of a request; `slots` is the bit mask of candidates."""
+        return Overlaps(
+            blocks,
+            slots,
+            masks=self._placement.masks,
+            speculative=self._speculative.masks,
+            slow_slots=self._placement.slow_slots,
+            spans=self._spans,
+        )
+
+    def speculate(self, slot: Slot, blocks: PrefixBlocks) -> Speculation:
+        """The worker will hold these blocks soon: enter those beyond its confirmed run. An unbound slot enters none."""
+        worker = self._workers.get(slot)
+        if worker is None:
+            return Speculation(1 << slot, [])
+        keys: list[BlockKey] = []
+        for chain, _ in blocks.chains:
+            keys += chain[run_of(chain, worker.bit, self._placement.masks[0]) :]
+        return self._speculative.promise(worker.bit, keys, distinct=len(blocks.chains) == 1)
+
+    def retract(self, speculation: Speculation) -> None:
+        """End a speculation; idempotent, also after its slot was released or bound anew."""
+        self._speculative.retract(speculation)
+
+    # ------------------------------------------------------------------ numbers
+
+    def resident(self, slot: Slot, tier: Tier) -> int:
+        """Distinct keys the worker holds in a tier."""
+        worker = self._workers.get(slot)
+        return 0 if worker is None else worker.blocks[TIER_INDEX[tier]]
+
+    def stats(self) -> IndexStats:
+        """Numbers for metrics and the admin port; costs a walk over workers and ranks, not over blocks."""
+        workers = self._workers
+        tables = [table for worker in workers.values() for table in worker.ranks.values()]
+        return IndexStats(
+            blocks={slot: dict(zip(TIERS, worker.blocks, strict=True)) for slot, worker in workers.items()},
+            ignored={slot: dict(worker.ignored) for slot, worker in workers.items()},
+            keys=sum(len(masks) for masks in self._placement.masks),
+            orphans=sum(len(table.orphans) - table.placeholders for table in tables),
+            placeholders=sum(table.placeholders for table in tables),
+            orphans_dropped=self._orphans_dropped,
+            speculative=self._speculative.held,
+            speculative_truncated=self._speculative.truncated,
+            estimated_bytes=self._estimated_bytes(tables),
+        )
+
+    def engine_hashes(self, slot: Slot, rank: int, tier: Tier) -> frozenset[int]:
+        """Names of the blocks a rank holds in a tier, as the engine gave them (folded). For checks; copies them."""
+        worker = self._workers.get(slot)
+        table = None if worker is None else worker.ranks.get(rank)
+        return frozenset() if table is None else frozenset(table.held[TIER_INDEX[tier]])
+
+    def _estimated_bytes(self, tables: Sequence[RankTable]) -> int:
+        masks = [*self._placement.masks, self._speculative.masks]
+        total = sum(sys.getsizeof(mask) for mask in masks)
+        total += _INT_BYTES * self._speculative.held
+        for table in tables:
+            for held, copies in zip(table.held, table.copies, strict=True):
+                # One int for the hash, one for the key; a mask is one int shared by many keys or amortised over
+                # the workers in it.
+                total += sys.getsizeof(held) + sys.getsizeof(copies) + 2 * _INT_BYTES * len(held)
+            total += sys.getsizeof(table.heads) + sys.getsizeof(table.orphans)
+            total += _ORPHAN_BYTES * len(table.orphans)
+        return total
+
+
+_NONE: Final[Mapping[Tier, int]] = MappingProxyType({})
+
+# Slots of the object, token array, list of copies, list and dictionary entry of its parent, the hash itself.
+_ORPHAN_BYTES: Final = 480
+
+
+def _by_tier(counts: list[int]) -> Mapping[Tier, int]:
+    if not any(counts):
+        return _NONE
+    return {tier: count for tier, count in zip(TIERS, counts, strict=True) if count}
+
+
+def _applied(tally: Tally) -> Applied:
+    return Applied(
+        _by_tier(tally.stored),
+        _by_tier(tally.removed),
+        tally.ignored,
+        tally.repeated,
+        tally.orphans,
+        tally.dropped,
+        tally.clears,
+    )

@@ -1,0 +1,345 @@
+"""Applying KV events: from announced blocks to the masks the overlap is read from.
+
+Rules:
+1. Residency is (worker, rank, tier, engine hash); a mask has a worker's bit for a key while any of its ranks holds a
+   block of that key in that tier. A removal touches its own worker, rank and tier only.
+2. A block gets its key from its parent's key and its tokens. A block whose parent is unknown is never placed at the
+   root; it waits as an orphan until the parent is announced, together with everything behind it.
+3. A store in a slower tier that does not say what else entered its hashes (vLLM's connectors leave `extra_keys` out)
+   is joined by engine hash only: computed from its tokens it could match across salts or adapters.
+4. Events are applied in order; what cannot be used is counted by reason and costs nothing else.
+5. Work is proportional to the blocks named; purging costs the blocks of that rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.keys import chain, with_extra
+from gateway.kv.events import KvEvent, Removed, Stored
+from gateway.kv.tables import TIER_INDEX, RankTable, WorkerTable
+from gateway.records import BlockKey, EngineHash, Tier
+
+_GPU: Final = Tier.GPU  # hashing an enum member runs Python code; the usual tier is compared instead
+
+
+class Tally:
+    """Counts of one batch, in blocks of the engine. `stored` and `removed` are by tier, in the order of `TIERS`."""
+
+    __slots__ = ("clears", "dropped", "ignored", "orphans", "removed", "repeated", "stored")
+
+    def __init__(self) -> None:
+        self.stored = [0, 0, 0, 0]
+        self.removed = [0, 0, 0, 0]
+        self.repeated = 0
+        self.orphans = 0
+        self.dropped = 0
+        self.clears = 0
+        self.ignored: dict[str, int] = {}
+
+    def ignore(self, reason: str, blocks: int) -> None:
+        """Count blocks that were of no use."""
+        self.ignored[reason] = self.ignored.get(reason, 0) + blocks
+
+
+class Placement:
+    """Masks of workers by block key, one dictionary a tier, and the code that changes them."""
+
+    __slots__ = ("masks", "slow_slots")
+
+    def __init__(self) -> None:
+        self.masks: list[dict[BlockKey, int]] = [{}, {}, {}, {}]
+        self.slow_slots = 0
+
+    def apply(self, worker: WorkerTable, table: RankTable, events: Sequence[KvEvent]) -> Tally:
+        """Apply one rank's events in order."""
+        tally = Tally()
+        for event in events:
+            if type(event) is Stored:  # `match` costs 100 ns more for each event
+                self._store(worker, table, event, tally)
+            elif type(event) is Removed:
+                self._remove(worker, table, event, tally)
+            else:
+                tally.clears += 1
+                self.purge(worker, table)
+        return tally
+
+    def purge(self, worker: WorkerTable, table: RankTable) -> int:
+        """Forget one rank's blocks in every tier. Returns how many it held."""
+        purged = 0
+        for tier, held in enumerate(table.held):
+            purged += len(held)
+            for engine_hash, key in held.items():
+                for head in table.heads.get(engine_hash, ()) if table.heads else ():
+                    self._drop(worker, tier, head)
+                self._drop(worker, tier, key)
+        table.clear()
+        return purged
+
+    # ------------------------------------------------------------------ stores
+
+    def _store(self, worker: WorkerTable, table: RankTable, event: Stored, tally: Tally) -> None:
+        hashes = event.hashes
+        if table.usual_kinds.get(event.group, "") != event.kind and not table.measures(event.group, event.kind):
+            tally.ignore("cache_group", len(hashes))
+            return
+        tier = 0 if event.tier is _GPU else TIER_INDEX[event.tier]
+        tokens = event.tokens
+        if not tokens or (tier and worker.counted and not event.keyed):
+            self._join(worker, table, event, tier, tally)
+            return
+        span = 1
+        if event.block_size != worker.block_size:
+            span, rest = divmod(event.block_size, worker.block_size)
+            if rest or not span:
+                tally.ignore("block_size", len(hashes))
+                return
+        if len(tokens) != len(hashes) * event.block_size:
+            tally.ignore("malformed", len(hashes))
+            return
+        parent = event.parent
+        seed = worker.root(event.adapter, event.salt) if parent is None else table.held[0].get(parent)
+        try:
+            if seed is None and parent is not None:
+                seed = table.key_of(parent)
+            if seed is None:
+                self._wait(worker, table, event, tier, tally)
+                return
+            if event.extras is None:
+                keys = chain(seed, tokens, worker.block_size)
+            else:
+                keys = _chain_with_extras(seed, tokens, worker.block_size, span, event.extras)
+        except (TypeError, ValueError):
+            tally.ignore("malformed", len(hashes))  # token ids that are no token ids
+            return
+        if tier == 0 and not worker.span:
+            worker.span = span
+        if span == 1:
+            self._place_all(worker, table, tier, hashes, keys, tally)
+        else:
+            for position, engine_hash in enumerate(hashes):
+                part = keys[position * span : (position + 1) * span]
+                self._place(worker, table, tier, engine_hash, part, tally)
+        if table.orphans:
+            for engine_hash in hashes:
+                self._adopt(worker, table, engine_hash, tally)
+
+    def _place_all(
+        self,
+        worker: WorkerTable,
+        table: RankTable,
+        tier: int,
+        hashes: list[EngineHash],
+        keys: list[BlockKey],
+        tally: Tally,
+    ) -> None:
+        """`_place` for many blocks of one key each: the loop that decides the rate of ingest."""
+        held = table.held[tier]
+        masks = self.masks[tier]
+        bit = worker.bit
+        stored = shared = 0
+        for engine_hash, key in zip(hashes, keys, strict=True):
+            if engine_hash in held:
+                self._repeat(worker, table, tier, engine_hash, tally)
+                continue
+            held[engine_hash] = key
+            stored += 1
+            mask = masks.get(key)
+            if mask is None:
+                masks[key] = bit
+            elif mask & bit:
+                shared += 1
+                worker.shared[tier][key] = worker.shared[tier].get(key, 0) + 1
+            else:
+                masks[key] = mask | bit
+        tally.stored[tier] += stored
+        worker.blocks[tier] += stored - shared
+        if tier and worker.blocks[tier]:
+            self.slow_slots |= bit
+
+    def _place(
+        self,
+        worker: WorkerTable,
+        table: RankTable,
+        tier: int,
+        engine_hash: EngineHash,
+        keys: Sequence[BlockKey],
+        tally: Tally,
+    ) -> None:
+        """The rank now holds the block `engine_hash`, which stands for `keys` (the last one is its own)."""
+        held = table.held[tier]
+        if engine_hash in held:
+            self._repeat(worker, table, tier, engine_hash, tally)
+            return
+        held[engine_hash] = keys[-1]
+        if len(keys) > 1:
+            table.heads[engine_hash] = tuple(keys[:-1])
+        tally.stored[tier] += 1
+        masks = self.masks[tier]
+        bit = worker.bit
+        for key in keys:
+            mask = masks.get(key, 0)
+            if mask & bit:
+                worker.shared[tier][key] = worker.shared[tier].get(key, 0) + 1
+            else:
+                masks[key] = mask | bit
+                worker.blocks[tier] += 1
+        if tier:
+            self.slow_slots |= bit
+
+    def _repeat(self, worker: WorkerTable, table: RankTable, tier: int, engine_hash: EngineHash, tally: Tally) -> None:
+        tally.repeated += 1
+        if worker.counted:
+            copies = table.copies[tier]
+            copies[engine_hash] = copies.get(engine_hash, 0) + 1
+
+    def _join(self, worker: WorkerTable, table: RankTable, event: Stored, tier: int, tally: Tally) -> None:
+        """A store whose keys must come from what the rank announced before, by engine hash."""
+        for engine_hash in event.hashes:
+            key = table.key_of(engine_hash)
+            if key is None:
+                tally.orphans += 1
+                tally.dropped += table.add_orphan(
+                    engine_hash, tier, parent=None, tokens=None, extra=None, counted=worker.counted
+                )
+            else:
+                self._place(worker, table, tier, engine_hash, (*table.heads.get(engine_hash, ()), key), tally)
+
+    # ------------------------------------------------------------------ orphans
+
+    def _wait(self, worker: WorkerTable, table: RankTable, event: Stored, tier: int, tally: Tally) -> None:
+        """A store behind an unknown parent. Blocks of it that are known all the same are placed at once."""
+        parent = event.parent
+        size = event.block_size
+        for position, engine_hash in enumerate(event.hashes):
+            key = table.key_of(engine_hash)
+            if key is not None:
+                self._place(worker, table, tier, engine_hash, (*table.heads.get(engine_hash, ()), key), tally)
+            else:
+                tally.orphans += 1
+                tally.dropped += table.add_orphan(
+                    engine_hash,
+                    tier,
+                    parent=parent,
+                    tokens=event.tokens[position * size : (position + 1) * size],
+                    extra=event.extras[position] if event.extras else None,
+                    counted=worker.counted,
+                )
+            parent = engine_hash
+        if event.hashes:
+            # A block in the middle may have been known: then what follows it needs no waiting.
+            for engine_hash in event.hashes:
+                if table.key_of(engine_hash) is not None:
+                    self._adopt(worker, table, engine_hash, tally)
+
+    def _adopt(self, worker: WorkerTable, table: RankTable, engine_hash: EngineHash, tally: Tally) -> None:
+        """`engine_hash` is known now: place what waited for it, and what waits for that in turn."""
+        known = table.take_orphan(engine_hash)
+        if known is not None:
+            key = table.key_of(engine_hash)
+            if key is not None:
+                self._place_copies(
+                    worker, table, engine_hash, known.copies, (*table.heads.get(engine_hash, ()), key), tally
+                )
+        ready = [engine_hash]
+        while ready:
+            parent = ready.pop()
+            children = table.take_children(parent)
+            if not children:
+                continue
+            seed = table.key_of(parent)
+            if seed is None:
+                continue
+            for child, orphan in children:
+                tokens = orphan.tokens
+                if tokens is None:
+                    continue
+                span = len(tokens) // worker.block_size
+                extras = None if orphan.extra is None else [orphan.extra]
+                keys = (
+                    chain(seed, tokens, worker.block_size)
+                    if extras is None
+                    else _chain_with_extras(seed, tokens, worker.block_size, span, extras)
+                )
+                self._place_copies(worker, table, child, orphan.copies, keys, tally)
+                ready.append(child)
+
+    def _place_copies(
+        self,
+        worker: WorkerTable,
+        table: RankTable,
+        engine_hash: EngineHash,
+        copies: list[int],
+        keys: Sequence[BlockKey],
+        tally: Tally,
+    ) -> None:
+        for tier, count in enumerate(copies):
+            for _ in range(count):
+                self._place(worker, table, tier, engine_hash, keys, tally)
+
+    # ------------------------------------------------------------------ removals
+
+    def _remove(self, worker: WorkerTable, table: RankTable, event: Removed, tally: Tally) -> None:
+        if not table.measures(event.group, None):
+            tally.ignore("cache_group", len(event.hashes))
+            return
+        tier = 0 if event.tier is _GPU else TIER_INDEX[event.tier]
+        held = table.held[tier]
+        copies = table.copies[tier]
+        for engine_hash in event.hashes:
+            if copies and engine_hash in copies:
+                left = copies[engine_hash] - 1
+                if left:
+                    copies[engine_hash] = left
+                else:
+                    del copies[engine_hash]
+                continue
+            key = held.pop(engine_hash, None)
+            if key is None:
+                if not table.remove_orphan_copy(engine_hash, tier):
+                    tally.ignore("unknown_removal", 1)  # normal: announced before we listened
+                continue
+            tally.removed[tier] += 1
+            if table.heads and engine_hash in table.heads:
+                for head in table.heads[engine_hash]:
+                    self._drop(worker, tier, head)
+                if table.key_of(engine_hash) is None:
+                    del table.heads[engine_hash]
+            self._drop(worker, tier, key)
+
+    def _drop(self, worker: WorkerTable, tier: int, key: BlockKey) -> None:
+        """One holder of `key` less; the worker's bit goes with the last one."""
+        shared = worker.shared[tier]
+        if shared and key in shared:
+            left = shared[key] - 1
+            if left:
+                shared[key] = left
+            else:
+                del shared[key]
+            return
+        masks = self.masks[tier]
+        bit = worker.bit
+        mask = masks[key]
+        if mask == bit:
+            del masks[key]
+        else:
+            masks[key] = mask ^ bit
+        worker.blocks[tier] -= 1
+        if tier and not any(worker.blocks[1:]):
+            self.slow_slots &= ~bit
+
+
+def _chain_with_extras(
+    seed: BlockKey, tokens: Sequence[int], block_size: int, span: int, extras: Sequence[bytes | None]
+) -> list[BlockKey]:
+    """`keys.chain` where some blocks also depend on multimodal items; `span` keys for each of the engine's blocks."""
+    keys: list[BlockKey] = []
+    size = block_size * span
+    for position, extra in enumerate(extras):
+        block = tokens[position * size : (position + 1) * size]
+        if extra is not None:
+            seed = with_extra(seed, extra)
+        keys += chain(seed, block, block_size)
+        seed = keys[-1]
+    return keys

@@ -1,0 +1,205 @@
+"""Overlap: how much of a request's prefix each worker holds.
+
+Rules:
+1. A worker's run is contiguous from block 0: the blocks on GPU or announced by a decision (speculative) first, then
+   the blocks in slower tiers that follow. What lies behind a hole is worth nothing.
+2. A prompt's last token is always computed, so at most the full blocks of its first `tokens - 1` tokens count, per
+   chain. Engines match whole blocks of their own: where one covers several keys, the run is floored to it.
+3. The walk keeps the mask of workers whose run has not ended. The mask only loses bits, so a stretch at whose end it
+   is unchanged needs no look at its middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import repeat
+from operator import and_
+from typing import Final
+
+from gateway.kv.tables import TIERS
+from gateway.records import BlockKey, PrefixBlocks, Slot, Tier
+
+# Long enough to make the walk in C worth its set-up, short enough that a run's end is found within a few microseconds.
+_STRETCH: Final = 32
+
+_ZEROS: Final = repeat(0)
+
+Masks = Mapping[BlockKey, int]
+Run = tuple[int, int]
+"""Blocks from the start, and the mask of workers whose run has exactly that length."""
+
+
+def fast_runs(keys: Sequence[BlockKey], slots: int, gpu: Masks, speculative: Masks) -> list[Run]:
+    """Runs over GPU and speculative blocks, shortest first; workers without a first block are left out."""
+    runs: list[Run] = []
+    held_by = gpu.get
+    sent_to = speculative.get if speculative else None
+    alive = slots
+    at = 0
+    total = len(keys)
+    while alive and at < total:
+        stretch = keys[at : at + _STRETCH]
+        if reduce(and_, map(held_by, stretch, _ZEROS), alive) == alive:
+            at += len(stretch)
+            continue
+        for key in stretch:
+            held = held_by(key, 0) & alive
+            if held != alive:
+                if sent_to is not None:
+                    held |= sent_to(key, 0) & alive
+                if held != alive:
+                    if at:
+                        runs.append((at, alive ^ held))
+                    alive = held
+                    if not alive:
+                        return runs
+            at += 1
+    if alive and at:
+        runs.append((at, alive))
+    return runs
+
+
+def run_of(keys: Sequence[BlockKey], bit: int, masks: Masks) -> int:
+    """Length in blocks of one worker's run in one tier."""
+    held_by = masks.get
+    at = 0
+    total = len(keys)
+    while at < total:
+        stretch = keys[at : at + _STRETCH]
+        if reduce(and_, map(held_by, stretch, _ZEROS), bit):
+            at += len(stretch)
+            continue
+        for key in stretch:
+            if not held_by(key, 0) & bit:
+                return at
+            at += 1
+    return total
+
+
+def slow_end(keys: Sequence[BlockKey], start: int, bit: int, tiers: Sequence[Masks]) -> int:
+    """Where one worker's run ends when it goes on from block `start` through slower tiers."""
+    for at in range(start, len(keys)):
+        key = keys[at]
+        if not any(masks.get(key, 0) & bit for masks in tiers):
+            return at
+    return len(keys)
+
+
+class Overlaps:
+    """What every candidate holds of one request. Read it before the index changes: `confirmed` and `slow` look there.
+
+    A slot that was no candidate, or holds nothing, has 0 everywhere.
+    """
+
+    __slots__ = ("_blocks", "_masks", "_prefix", "_slow", "_spans", "_tokens")
+
+    def __init__(
+        self,
+        prefix: PrefixBlocks,
+        slots: int,
+        *,
+        masks: Sequence[Masks],
+        speculative: Masks,
+        slow_slots: int,
+        spans: Mapping[Slot, int],
+    ) -> None:
+        """`masks` by tier in the order of `TIERS`; `spans` has only workers whose blocks cover several keys."""
+        self._prefix = prefix
+        self._masks = masks
+        self._spans = spans
+        self._blocks: dict[Slot, int] = {}
+        self._tokens: dict[Slot, int] = {}
+        self._slow: dict[Slot, list[tuple[int, int]]] = {}
+        slow_slots &= slots
+        for keys, tokens in prefix.chains:
+            runs = fast_runs(keys, slots, masks[0], speculative)
+            if slow_slots:
+                runs = self._extend(keys, runs, slots, slow_slots)
+            limit = _usable_blocks(tokens, prefix.block_size)
+            for length, mask in runs:
+                self._add(length, min(length, limit) * prefix.block_size, mask)
+            if spans:
+                self._floor(runs, tokens)
+
+    def tokens(self, slot: Slot) -> int:
+        """Tokens the worker need not compute: all tiers, speculative blocks included, capped as in rule 2."""
+        return self._tokens.get(slot, 0)
+
+    def blocks(self, slot: Slot) -> int:
+        """Blocks of the index's size in the worker's runs, not capped."""
+        return self._blocks.get(slot, 0)
+
+    def confirmed(self, slot: Slot) -> int:
+        """`tokens` without speculative blocks: what the worker's own events say."""
+        bit = 1 << slot
+        size = self._prefix.block_size
+        tokens = 0
+        for keys, length in self._prefix.chains:
+            end = slow_end(keys, run_of(keys, bit, self._masks[0]), bit, self._masks[1:])
+            tokens += self._usable(slot, end, length) * size
+        return tokens
+
+    def slow(self, slot: Slot) -> Mapping[Tier, int]:
+        """The part of `tokens` that lies in slower tiers only, each block in its cheapest; `{}` mostly."""
+        found: dict[Tier, int] = {}
+        bit = 1 << slot
+        for (keys, length), (start, end) in zip(self._prefix.chains, self._slow.get(slot, ()), strict=False):
+            for key in keys[start : self._usable(slot, end, length)]:
+                for tier, masks in zip(TIERS[1:], self._masks[1:], strict=True):
+                    if masks.get(key, 0) & bit:
+                        found[tier] = found.get(tier, 0) + self._prefix.block_size
+                        break
+        return found
+
+    def _add(self, blocks: int, tokens: int, mask: int) -> None:
+        single = len(self._prefix.chains) == 1
+        for slot in _slots_of(mask):
+            if single:
+                self._blocks[slot] = blocks
+                self._tokens[slot] = tokens
+            else:
+                self._blocks[slot] = self._blocks.get(slot, 0) + blocks
+                self._tokens[slot] = self._tokens.get(slot, 0) + tokens
+
+    def _extend(self, keys: Sequence[BlockKey], runs: list[Run], slots: int, slow_slots: int) -> list[Run]:
+        """Continue the runs of workers with slower tiers; remembers each such worker's (start, end) for `slow`."""
+        tiers = [masks for masks in self._masks[1:] if masks]
+        extended: list[Run] = []
+        started = 0
+        for length, mask in runs:
+            started |= mask
+            rest = mask & ~slow_slots
+            if rest:
+                extended.append((length, rest))
+        for length, mask in [(0, slots & ~started), *runs]:
+            for slot in _slots_of(mask & slow_slots):
+                end = slow_end(keys, length, 1 << slot, tiers)
+                self._slow.setdefault(slot, []).append((length, end))
+                if end:
+                    extended.append((end, 1 << slot))
+        return extended
+
+    def _floor(self, runs: list[Run], tokens: int) -> None:
+        for length, mask in runs:
+            for slot in _slots_of(mask):
+                if slot in self._spans:
+                    before = min(length, _usable_blocks(tokens, self._prefix.block_size))
+                    self._tokens[slot] -= (before - self._usable(slot, length, tokens)) * self._prefix.block_size
+
+    def _usable(self, slot: Slot, blocks: int, tokens: int) -> int:
+        usable = min(blocks, _usable_blocks(tokens, self._prefix.block_size))
+        return usable - usable % self._spans.get(slot, 1)
+
+
+def _usable_blocks(tokens: int, block_size: int) -> int:
+    return max(0, tokens - 1) // block_size
+
+
+def _slots_of(mask: int) -> list[Slot]:
+    slots: list[Slot] = []
+    while mask:
+        low = mask & -mask
+        slots.append(Slot(low.bit_length() - 1))
+        mask ^= low
+    return slots

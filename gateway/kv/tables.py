@@ -1,0 +1,221 @@
+"""What one worker and one of its ranks have announced: the tables that turn engine hashes into block keys.
+
+Rules:
+1. An engine hash means something for its (worker, rank) only. It is known while the rank holds the block in any tier.
+2. Copies: vLLM announces a block once for each physical copy and removes each copy; SGLang's tree holds a page once
+   and may announce it again. `WorkerTable.counted` says which of the two holds.
+3. A block whose key cannot be computed yet (its parent is unknown, or the event had no tokens) waits as an orphan:
+   at most `orphan_limit` a rank, the oldest go first. Orphans are never part of an overlap.
+
+These are plain tables; `gateway.kv.ingest` keeps them and the masks of the index in step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.keys import namespace
+from gateway.records import BlockKey, EngineHash, Slot, Tier
+
+TIERS: Final = (Tier.GPU, Tier.CPU, Tier.DISK, Tier.REMOTE)
+"""Tiers by cost per token; tables and masks are lists in this order."""
+
+TIER_INDEX: Final = {tier: index for index, tier in enumerate(TIERS)}
+
+# Groups that need every block of a prefix from the start. The others (sliding window, Mamba, ...) announce only
+# what they keep and say nothing about the length of a reusable prefix.
+_FULL_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+
+_MAX_GROUPS: Final = 64  # engines have a handful; bounds what a broken publisher can make us remember
+_MAX_ROOTS: Final = 4096  # (adapter, salt) seeds kept per worker; salts come from clients
+
+
+class Orphan:
+    """A block that was announced but has no key yet. `tokens` is None when the event carried none."""
+
+    __slots__ = ("copies", "extra", "parent", "tokens")
+
+    def __init__(self, parent: EngineHash | None, tokens: array[int] | None, extra: bytes | None) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.extra = extra
+        self.copies = [0, 0, 0, 0]
+
+
+class RankTable:
+    """One rank's blocks. `held[tier]` maps engine hash to block key; `copies[tier]` counts copies beyond the first;
+    `heads` has the earlier keys of a block that spans several keys (see `KvIndex`). `usual_kinds` has the kind last
+    told for each group that counts: a store that repeats it need not ask `measures`."""
+
+    __slots__ = (
+        "_children",
+        "_groups",
+        "_orphan_limit",
+        "copies",
+        "heads",
+        "held",
+        "orphans",
+        "placeholders",
+        "usual_kinds",
+    )
+
+    def __init__(self, orphan_limit: int) -> None:
+        self.held: list[dict[EngineHash, BlockKey]] = [{}, {}, {}, {}]
+        self.copies: list[dict[EngineHash, int]] = [{}, {}, {}, {}]
+        self.heads: dict[EngineHash, tuple[BlockKey, ...]] = {}
+        self.orphans: dict[EngineHash, Orphan] = {}
+        self.placeholders = 0
+        self._children: dict[EngineHash, list[EngineHash]] = {}
+        self.usual_kinds: dict[int | None, str] = {}
+        self._groups: dict[int | None, bool] = {}
+        self._orphan_limit = orphan_limit
+
+    def key_of(self, engine_hash: EngineHash) -> BlockKey | None:
+        """The key of a block the rank holds in any tier."""
+        for held in self.held:
+            key = held.get(engine_hash)
+            if key is not None:
+                return key
+        return None
+
+    def measures(self, group: int | None, kind: str | None) -> bool:
+        """Whether blocks of this cache group tell the length of a reusable prefix.
+
+        The kind comes with stores only, so it is remembered for removals and placeholders. A group whose kind was
+        never told counts when it is the only one an engine without groups has (None) or the first (0).
+        """
+        if kind is not None and kind != "unknown":
+            full = kind in _FULL_ATTENTION
+            if group in self._groups or len(self._groups) < _MAX_GROUPS:
+                self._groups[group] = full
+                self.usual_kinds.pop(group, None)
+                if full:
+                    self.usual_kinds[group] = kind
+            return full
+        return self._groups.get(group, group is None or group == 0)
+
+    def add_orphan(
+        self,
+        engine_hash: EngineHash,
+        tier: int,
+        *,
+        parent: EngineHash | None,
+        tokens: Sequence[int] | None,
+        extra: bytes | None,
+        counted: bool,
+    ) -> int:
+        """Keep a block until its key can be computed. Returns how many old orphans had to go (0 or 1).
+
+        Raises TypeError or ValueError when `tokens` are no token ids; then nothing has changed.
+        """
+        packed = None if tokens is None else _pack(tokens)
+        orphan = self.orphans.get(engine_hash)
+        dropped = 0
+        if orphan is None:
+            if len(self.orphans) >= self._orphan_limit:
+                self.take_orphan(next(iter(self.orphans)))
+                dropped = 1
+            orphan = self.orphans[engine_hash] = Orphan(None, None, None)
+            self.placeholders += 1
+        if orphan.tokens is None and packed is not None and parent is not None:
+            orphan.parent, orphan.tokens, orphan.extra = parent, packed, extra
+            self.placeholders -= 1
+            self._children.setdefault(parent, []).append(engine_hash)
+        orphan.copies[tier] = orphan.copies[tier] + 1 if counted else 1
+        return dropped
+
+    def take_orphan(self, engine_hash: EngineHash) -> Orphan | None:
+        """Remove and return an orphan; its own children keep waiting for it."""
+        orphan = self.orphans.pop(engine_hash, None)
+        if orphan is None:
+            return None
+        if orphan.parent is None:
+            self.placeholders -= 1
+            return orphan
+        siblings = self._children.get(orphan.parent)
+        if siblings is not None:
+            siblings.remove(engine_hash)
+            if not siblings:
+                del self._children[orphan.parent]
+        return orphan
+
+    def take_children(self, parent: EngineHash) -> list[tuple[EngineHash, Orphan]]:
+        """Remove and return the orphans that wait for `parent`."""
+        return [(child, self.orphans.pop(child)) for child in self._children.pop(parent, ())]
+
+    def remove_orphan_copy(self, engine_hash: EngineHash, tier: int) -> bool:
+        """A removal of a block that has no key. False when no such copy was announced."""
+        orphan = self.orphans.get(engine_hash)
+        if orphan is None or not orphan.copies[tier]:
+            return False
+        orphan.copies[tier] -= 1
+        if not any(orphan.copies):
+            self.take_orphan(engine_hash)
+        return True
+
+    def clear(self) -> None:
+        """Forget every block; what is known about cache groups stays."""
+        for tier in range(len(TIERS)):
+            self.held[tier] = {}
+            self.copies[tier] = {}
+        self.heads = {}
+        self.orphans = {}
+        self.placeholders = 0
+        self._children = {}
+
+
+class WorkerTable:
+    """One worker that occupies a slot. `blocks[tier]` counts its distinct block keys; `shared[tier]` counts holders
+    beyond the first of a key that several ranks, or several engine hashes, of the worker stand for. `span` is
+    how many keys one of the engine's own blocks covers."""
+
+    __slots__ = (
+        "_roots",
+        "bit",
+        "block_size",
+        "blocks",
+        "counted",
+        "ignored",
+        "model",
+        "ranks",
+        "shared",
+        "slot",
+        "span",
+    )
+
+    def __init__(self, slot: Slot, *, model: str, block_size: int, counted: bool) -> None:
+        self.slot = slot
+        self.bit = 1 << slot
+        self.model = model
+        self.block_size = block_size
+        self.counted = counted
+        self.span = 0
+        self.ranks: dict[int, RankTable] = {}
+        self.blocks = [0, 0, 0, 0]
+        self.shared: list[dict[BlockKey, int]] = [{}, {}, {}, {}]
+        self.ignored: Counter[str] = Counter()
+        self._roots: dict[tuple[str | None, str | None], BlockKey] = {}
+
+    def root(self, adapter: str | None, salt: str | None) -> BlockKey:
+        """Seed of the chains of one adapter and salt."""
+        seed = self._roots.get((adapter, salt))
+        if seed is None:
+            if len(self._roots) >= _MAX_ROOTS:
+                self._roots.clear()
+            seed = self._roots[adapter, salt] = namespace(self.model, adapter, salt)
+        return seed
+
+
+def _pack(tokens: Sequence[int]) -> array[int]:
+    """Token ids in a compact form; raises ValueError or TypeError when they are no token ids."""
+    try:
+        return array("I", tokens)
+    except OverflowError:
+        pass
+    try:
+        return array("Q", tokens)
+    except OverflowError as error:
+        raise ValueError("token ids are whole numbers from 0 to 2**64 - 1") from error

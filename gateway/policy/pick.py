@@ -1,0 +1,44 @@
+"""Who wins among equals, and the order every replica agrees on.
+
+Rules:
+1. The lowest cost wins. Candidates within the policy's `near` of it are equal.
+2. Equals of which one or more have an overlap: one at random, so that no order of the list is preferred.
+3. Equals without overlap (a cold request): the session's rendezvous order when there is a session, so that replicas
+   that never spoke choose alike; else the one not chosen for the longest time, so that prompts spread evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from xxhash import xxh3_64_intdigest
+
+from gateway.policy.seam import Policy, Row, View
+from gateway.records import Terms, WorkerId
+
+
+def rendezvous(key: bytes, worker: WorkerId) -> int:
+    """Weight of `worker` for `key`: highest first is an order that depends on names alone (Thaler and Ravishankar,
+    1998)."""
+    return int(xxh3_64_intdigest(worker.encode("utf-8", "surrogatepass") + b"\x00" + key))
+
+
+def pick(policy: Policy, view: View, rows: Sequence[Row], *, session: str | None, rng: Random) -> int:
+    """Position of the winner. `session` is given for a session without a record of its own."""
+    costs = [row[0] for row in rows]
+    lowest = min(costs)
+    best = costs.index(lowest)
+    hits = view.hits
+    cold = not hits[best]
+    limit = lowest + policy.near(Terms(*rows[best]), cold=cold)
+    equals = [position for position, cost in enumerate(costs) if cost <= limit]
+    if len(equals) == 1:
+        return best
+    if not cold or any(hits[position] for position in equals):
+        return equals[rng.randrange(len(equals))]
+    workers = view.workers
+    if session is not None:
+        key = session.encode("utf-8", "surrogatepass")
+        return max(equals, key=lambda position: rendezvous(key, workers[position].id))
+    return min(equals, key=lambda position: workers[position].picked)

@@ -1,0 +1,150 @@
+"""The seam between the router and its policies: what a policy is asked, what it sees of a worker, what it answers.
+
+Rules:
+1. A policy gives every candidate one number, its cost; the lowest wins. Who wins a near-tie is decided outside
+   (`pick.py`), the same way for all policies, except that each says what near is.
+2. Scoring changes nothing, so that explaining a decision and making it are the same computation.
+3. A policy has no clock, no I/O and no chance of its own: `now` and a `random.Random` are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, overload
+
+from gateway.records import Candidate, Slot, Terms, WorkerId
+
+Row = tuple[float, float, float, float, float, float, float, float]
+"""The numbers of `Terms`, in its order, as a plain tuple: made twice as fast, and left alone by the garbage collector.
+A decision has one for every worker."""
+
+
+def row(cost: float) -> Row:
+    """A row of a policy that does not price in seconds."""
+    return (cost, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Ask(NamedTuple):
+    """One request, as a policy needs it. Tokens are prompt tokens; `overhead_s`, `token_s` and `pair_s` are the pool's
+    learned prefill speeds.
+
+    `output_tokens` is the expected answer. `home` is the worker that served the session last. `leading` names the
+    leading blocks (None when the tokens are unknown).
+    """
+
+    tokens: int
+    output_tokens: int
+    block_size: int
+    overhead_s: float
+    token_s: float
+    pair_s: float
+    home: WorkerId | None = None
+    leading: int | None = None
+
+
+class Load(Protocol):
+    """One worker, as a policy sees it: plain numbers, brought up to date when they change.
+
+    `pending_s` are the estimated prefill seconds of requests sent and not yet prefilled, `head_s` those of the first,
+    which is being computed since `head_since`. `slowdown` multiplies the pool's prefill speeds. `foreign_s` is the
+    queue other clients put there at `foreign_since`, in seconds; `foreign_requests` all of theirs. KV figures are in
+    tokens: `kv_tokens` in use by running and sent requests, `kv_capacity` (0 = unknown), `unindexed_tokens` those that
+    will take room and are not in the index yet. `evict_discount` (0..1) is the worth left in the next block to be
+    evicted. `picked` numbers the last decision for this worker.
+    """
+
+    @property
+    def id(self) -> WorkerId: ...
+    @property
+    def slot(self) -> Slot: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def picked(self) -> int: ...
+    @property
+    def inflight_requests(self) -> int: ...
+    @property
+    def inflight_tokens(self) -> int: ...
+    @property
+    def pending_s(self) -> float: ...
+    @property
+    def head_s(self) -> float: ...
+    @property
+    def head_since(self) -> float: ...
+    @property
+    def slowdown(self) -> float: ...
+    @property
+    def foreign_s(self) -> float: ...
+    @property
+    def foreign_since(self) -> float: ...
+    @property
+    def foreign_requests(self) -> float: ...
+    @property
+    def kv_tokens(self) -> int: ...
+    @property
+    def kv_capacity(self) -> int: ...
+    @property
+    def unindexed_tokens(self) -> int: ...
+    @property
+    def evict_discount(self) -> float: ...
+
+
+class View(NamedTuple):
+    """The candidates of one decision, position by position: the worker, its overlap in tokens weighted by trust, and
+    the tokens its GPU cache holds. `read_s` are seconds to read the slow-tier part of the overlap, None when no
+    candidate has any."""
+
+    workers: Sequence[Load]
+    hits: Sequence[int]
+    resident: Sequence[int]
+    read_s: Sequence[float] | None = None
+
+
+class Candidates(Sequence[Candidate]):
+    """The candidates of a decision as records, made when somebody looks: mostly nobody does."""
+
+    __slots__ = ("_hits", "_rows", "_trusts", "_workers")
+
+    def __init__(
+        self, workers: Sequence[WorkerId], hits: Sequence[int], trusts: Sequence[float], rows: Sequence[Row]
+    ) -> None:
+        self._workers = workers
+        self._hits = hits
+        self._trusts = trusts
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, at: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(at, slice):
+            return Candidates(self._workers[at], self._hits[at], self._trusts[at], self._rows[at])
+        return Candidate(self._workers[at], self._hits[at], self._trusts[at], Terms(*self._rows[at]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class Policy(Protocol):
+    """Gives every candidate a cost."""
+
+    @property
+    def name(self) -> str: ...
+
+    def score(self, ask: Ask, view: View, now: float) -> list[Row]:
+        """One row for every candidate, in the order of `view`."""
+        ...
+
+    def near(self, best: Terms, *, cold: bool) -> float:
+        """How much above the best cost still counts as a tie; `cold` when the best candidate has no overlap."""
+        ...

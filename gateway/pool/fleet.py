@@ -1,0 +1,279 @@
+"""All workers, and the pools they form.
+
+Rules:
+1. A worker has a slot, a bit in the masks of the index. Slots are used again only when the worker that had one is
+   gone *and* its last lease is settled, so nothing late can touch a newcomer.
+2. A worker that leaves with requests in flight and comes back under the same name and address is the same worker: its
+   load is still known.
+3. There is one pool for each served model name, adapters included; names that one worker serves side by side are the
+   same model. A pool filters: a request never goes to a worker outside it. `Pool.ready` is renewed when something changes, not when a request asks.
+4. Speeds are learned once for each base model, so that an adapter's requests teach its base and the other way round.
+
+It keeps no clock and does no I/O; probing and polling report here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
+from gateway.pool.worker import Reservation, Worker, WorkerState
+from gateway.records import LoadSample, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
+
+MAX_WORKERS = 1024
+"""Slots; masks are integers of that many bits."""
+
+DEFAULT_BLOCK_SIZE = 16
+"""vLLM's, for a pool none of whose workers names one."""
+
+
+class ServedModel(NamedTuple):
+    """One name clients may use. `base` is the model an adapter belongs to; `max_model_len` the shortest in the pool."""
+
+    name: str
+    base: str | None
+    max_model_len: int | None
+
+
+class Pool:
+    """The workers that may serve one model name. `model` is the base model: with `adapter` it names the key space.
+
+    `block_size` is the one configured, or the greatest common divisor of its workers', so that every worker's blocks
+    are whole runs of the pool's.
+    """
+
+    __slots__ = ("adapter", "block_size", "mask", "model", "name", "not_ready", "rates", "ready", "shortest", "workers")
+
+    def __init__(self, name: str, *, model: str, adapter: str | None, rates: PoolRates) -> None:
+        self.name = name
+        self.model = model
+        self.adapter = adapter
+        self.rates = rates
+        self.block_size = DEFAULT_BLOCK_SIZE
+        self.workers: tuple[Worker, ...] = ()
+        self.ready: tuple[Worker, ...] = ()
+        self.mask = 0
+        """Slots of the ready workers."""
+        self.not_ready: tuple[tuple[WorkerId, str], ...] = ()
+        """The others, with the reason."""
+        self.shortest: int | None = None
+        """Smallest context length among its workers, in tokens."""
+
+    def refit(self, workers: tuple[Worker, ...], block_size: int) -> None:
+        """The workers, or what is known of them, have changed."""
+        self.workers = workers
+        self.block_size = block_size
+        reasons = [(worker, _unfit(worker)) for worker in workers]
+        self.ready = tuple(worker for worker, reason in reasons if reason is None)
+        self.not_ready = tuple((worker.id, reason) for worker, reason in reasons if reason is not None)
+        self.mask = sum(1 << worker.slot for worker in self.ready)
+        self.shortest = min((w.facts.max_model_len for w in workers if w.facts.max_model_len is not None), default=None)
+
+
+def _unfit(worker: Worker) -> str | None:
+    if worker.state is not WorkerState.READY:
+        return worker.state.value
+    if worker.spec.role is not Role.BOTH:
+        return f"role_{worker.spec.role.value}"
+    return None
+
+
+class Fleet:
+    """Every worker by name and every pool by served model name.
+
+    `block_sizes` gives configured block sizes by base model name; `priors` are the speeds assumed before any is seen.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_sizes: Mapping[str, int] | None = None,
+        priors: tuple[PrefillRates, InterTokenRates] | None = None,
+    ) -> None:
+        self._priors = priors or (PREFILL_PRIOR, INTER_TOKEN_PRIOR)
+        self._block_sizes = dict(block_sizes or {})
+        self._workers: dict[WorkerId, Worker] = {}
+        self._leaving: dict[Slot, Worker] = {}
+        self._pools: dict[str, Pool] = {}
+        self._rates: dict[str, PoolRates] = {}
+        self._free: list[int] = []
+        self._slots = 0
+        self._picks = 0
+        self.workers: Mapping[WorkerId, Worker] = MappingProxyType(self._workers)
+        self.pools: Mapping[str, Pool] = MappingProxyType(self._pools)
+
+    # ---------------------------------------------------------------- membership
+
+    def add(self, spec: WorkerSpec, facts: WorkerFacts, now: float) -> Worker:
+        """A worker joins, ready. One of the same name is replaced; with the same address it keeps its open load.
+
+        Raises ValueError above `MAX_WORKERS`.
+        """
+        if spec.name in self._workers:
+            self.remove(spec.name, now)
+        block_size = spec.block_size or facts.block_size or DEFAULT_BLOCK_SIZE
+        worker = self._returning(spec)
+        if worker is not None:
+            worker.respec(spec)
+            worker.refit(facts, block_size)
+        else:
+            rates = self._rates_of(_base_model(spec, facts))
+            worker = Worker(spec.name, self._take_slot(), spec, facts, rates, block_size, added_at=now)
+        worker.state, worker.state_since, worker.reason = WorkerState.READY, now, None
+        self._workers[worker.id] = worker
+        self._refit_pools()
+        return worker
+
+    def remove(self, worker_id: WorkerId, now: float) -> None:
+        """A worker leaves; unknown names are ignored. Its open leases stay valid until they are settled."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is None:
+            return
+        worker.state, worker.state_since, worker.reason = WorkerState.DOWN, now, "removed"
+        self._leaving[worker.slot] = worker
+        self._free_slot(worker)
+        self._refit_pools()
+
+    def set_state(self, worker_id: WorkerId, state: WorkerState, now: float, *, reason: str | None = None) -> None:
+        """Ready, draining or down; unknown names are ignored."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and (worker.state is not state or worker.reason != reason):
+            if worker.state is not state:
+                worker.state_since = now
+            worker.state, worker.reason = state, reason
+            self._refit_pools()
+
+    def facts(self, worker_id: WorkerId, facts: WorkerFacts, now: float) -> None:
+        """Probing found something new; unknown names are ignored. A new start time empties what was polled."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        worker.refit(facts, worker.spec.block_size or facts.block_size or DEFAULT_BLOCK_SIZE)
+        self._refit_pools()
+        worker.tick(now)
+
+    def load(self, worker_id: WorkerId, sample: LoadSample, now: float) -> None:
+        """A poll of a worker's load; unknown names are ignored."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.observe(sample, now)
+
+    def tick(self, now: float) -> None:
+        """About twice a second: what depends on time alone is renewed."""
+        for worker in self._workers.values():
+            worker.tick(now)
+
+    def key_block_size(self, worker: Worker) -> int:
+        """Tokens a block of the keys its pools use; its own block size is a multiple."""
+        pool = self._pools.get(_base_model(worker.spec, worker.facts))
+        return worker.block_size if pool is None else pool.block_size
+
+    def models(self) -> list[ServedModel]:
+        """What `/v1/models` must show: every name with a worker behind it, sorted, base models first."""
+        served = [
+            ServedModel(pool.name, pool.model if pool.adapter else None, pool.shortest) for pool in self._pools.values()
+        ]
+        return sorted(served, key=lambda model: (model.base is not None, model.name))
+
+    # ---------------------------------------------------------------- reservations
+
+    def reserve(self, worker: Worker, reservation: Reservation, now: float) -> None:
+        """A request is placed on `worker`."""
+        self._picks += 1
+        worker.picked = self._picks
+        worker.reserve(reservation, now)
+
+    def release(self, worker: Worker, reservation: Reservation, now: float) -> None:
+        """It is over. The last one of a worker that has left frees the worker's slot."""
+        worker.release(reservation, now)
+        if self._leaving:
+            self._free_slot(worker)
+
+    # ---------------------------------------------------------------- inside
+
+    def _returning(self, spec: WorkerSpec) -> Worker | None:
+        for slot, worker in self._leaving.items():
+            if worker.id == spec.name and worker.spec.url == spec.url:
+                return self._leaving.pop(slot)
+        return None
+
+    def _take_slot(self) -> Slot:
+        if self._free:
+            return Slot(heapq.heappop(self._free))
+        if self._slots >= MAX_WORKERS:
+            raise ValueError(f"a fleet has at most {MAX_WORKERS} workers, those with open requests included")
+        self._slots += 1
+        return Slot(self._slots - 1)
+
+    def _free_slot(self, worker: Worker) -> None:
+        """Rule 1, for a worker that may have left and may be idle."""
+        if not worker.inflight_requests and self._leaving.get(worker.slot) is worker:
+            del self._leaving[worker.slot]
+            heapq.heappush(self._free, worker.slot)
+
+    def _rates_of(self, model: str) -> PoolRates:
+        rates = self._rates.get(model)
+        if rates is None:
+            if len(self._rates) >= MAX_WORKERS:
+                del self._rates[next(iter(self._rates))]  # the oldest; its workers keep it, newcomers start afresh
+            rates = self._rates[model] = PoolRates(*self._priors)
+        return rates
+
+    def _refit_pools(self) -> None:
+        bases = _bases(self._workers.values())
+        members: dict[tuple[str, str, str | None], list[Worker]] = {}
+        sizes: dict[str, int] = {}
+        for worker in self._workers.values():
+            worker.rates = self._rates_of(bases.get(_base_model(worker.spec, worker.facts), ""))
+            for served in _served(worker, bases):
+                members.setdefault(served, []).append(worker)
+                sizes[served[1]] = math.gcd(sizes.get(served[1], 0), worker.block_size)
+        kept = set()
+        for (name, base, adapter), workers in members.items():
+            if name in kept:
+                continue  # two bases claim one adapter name: the first worker's wins, the others do not serve it
+            kept.add(name)
+            pool = self._pools.get(name)
+            if pool is None or (pool.model, pool.adapter) != (base, adapter):
+                pool = self._pools[name] = Pool(name, model=base, adapter=adapter, rates=self._rates_of(base))
+            configured = [self._block_sizes[n] for n, b in bases.items() if b == base and n in self._block_sizes]
+            pool.refit(tuple(workers), configured[0] if configured else sizes[base])
+        for name in [name for name in self._pools if name not in kept]:
+            del self._pools[name]
+
+
+def _names(spec: WorkerSpec, facts: WorkerFacts) -> tuple[str, ...]:
+    """Base model names a worker serves: those configured for it, else those it reported."""
+    return spec.models or facts.models
+
+
+def _base_model(spec: WorkerSpec, facts: WorkerFacts) -> str:
+    names = _names(spec, facts)
+    return names[0] if names else ""
+
+
+def _bases(workers: Iterable[Worker]) -> dict[str, str]:
+    """Served base name -> the name its model goes by here: names that one worker serves are one model, also where
+    another worker serves only some of them. The first worker's first name stands for all."""
+    bases: dict[str, str] = {}
+    for worker in workers:
+        names = _names(worker.spec, worker.facts)
+        known = [bases[name] for name in names if name in bases]
+        for name in names:
+            bases.setdefault(name, known[0] if known else names[0])
+        for other in {base for base in known if base != known[0]}:
+            bases.update({name: known[0] for name, base in bases.items() if base == other})
+    return bases
+
+
+def _served(worker: Worker, bases: Mapping[str, str]) -> list[tuple[str, str, str | None]]:
+    """(served name, base model, adapter) for everything a worker serves."""
+    served: list[tuple[str, str, str | None]] = [
+        (name, bases[name], None) for name in _names(worker.spec, worker.facts)
+    ]
+    served += [(adapter, bases.get(base, base), adapter) for adapter, base in worker.facts.adapters.items()]
+    return served

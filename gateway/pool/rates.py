@@ -1,0 +1,235 @@
+"""How fast workers are, learned from what the gateway sees.
+
+Owns the two speed models of a pool and the slowdown of each worker against them.
+
+    prefill seconds = overhead + token * new + pair * new * (cached + new / 2)        [x slowdown of the worker]
+    inter-token seconds = floor + each * batch
+
+(`new * (cached + new / 2)` counts the token pairs attention looks at: every new token sees all cached tokens and, on
+average, half of the new ones.)
+
+Rules:
+1. Everything starts from a prior and stays inside bounds around it: no observation, and no number of them, makes a
+   speed zero, negative or infinite.
+2. Errors are relative. An observation far off the prediction has a weight that falls with the square of its distance,
+   so one stalled request moves nothing, and a hundred that agree move everything.
+3. Workers of one pool share the shape of the model; a worker adds one number, its slowdown, which is 1 until seen
+   otherwise and drifts back to 1 as its evidence gets old.
+
+It does not decide what a clean observation is: `worker.py` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+OUTPUT_PRIOR_TOKENS = 200.0
+"""Mean answer length until some are seen."""
+
+_WARM_UP = 5
+"""Observations whose median sets the scale of the prior: enough to outvote two outliers."""
+_MEMORY = 200
+"""Observations after which an old one counts 1/e: minutes on a busy pool, so a new engine version is learned soon."""
+_DOUBT = 2.0
+"""Standard deviation of a parameter around its (scaled) prior, relative: a factor of three is no surprise."""
+_BOUND = 50.0
+"""A parameter stays within this factor of its scaled prior."""
+_SCALE_BOUND = 1000.0
+"""The scale of the prior itself stays within this factor: from a 10 us to a 0.2 s token."""
+_SWEEPS = 3
+"""Coordinate-descent sweeps per observation; the start is the last solution, which is nearly right."""
+
+
+class Regression:
+    """Exponentially forgetting ridge regression in relative error, with bounds.
+
+    Minimises over theta >= 0, with s_k = max(y_k, predicted y_k at the time):
+
+        sum_k decay^(n-k) * ((y_k - theta.x_k) / s_k)^2  +  sum_i ((theta_i / prior_i - scale) / (doubt * scale))^2
+
+    `scale` is the median of observed / prior prediction over the first five observations. Solved by projected
+    coordinate descent on the normal equations (Hastie, Tibshirani and Friedman, The Elements of Statistical Learning,
+    3.8.6, with box bounds instead of the lasso's). About 10 us an observation.
+    """
+
+    __slots__ = ("_first", "_keep", "_matrix", "_prior", "_size", "_vector", "samples", "values")
+
+    def __init__(self, prior: Sequence[float], *, memory: int = _MEMORY) -> None:
+        self._prior = tuple(prior)
+        self._size = len(self._prior)
+        self._keep = 1.0 - 1.0 / memory
+        self._matrix = [[0.0] * self._size for _ in range(self._size)]
+        self._vector = [0.0] * self._size
+        self._first: list[tuple[tuple[float, ...], float]] = []
+        self.values = self._prior
+        self.samples = 0
+
+    @property
+    def warm(self) -> bool:
+        """True once the scale of the prior is known."""
+        return self.samples >= _WARM_UP
+
+    def predict(self, x: Sequence[float]) -> float:
+        """The model's value at `x`, one number a parameter."""
+        return sum(value * part for value, part in zip(self.values, x, strict=True))
+
+    def learn(self, x: Sequence[float], y: float) -> None:
+        """One observation; one that is not positive is ignored."""
+        if not (y > 0.0 and math.isfinite(y)) or self.predict(x) <= 0.0:
+            return
+        self.samples += 1
+        if self.samples < _WARM_UP:
+            self._first.append((tuple(x), y))
+        elif self.samples == _WARM_UP:
+            self._first.append((tuple(x), y))
+            scale = median(seen / self.predict(at) for at, seen in self._first)
+            scale = min(max(scale, 1.0 / _SCALE_BOUND), _SCALE_BOUND)
+            self._prior = self.values = tuple(value * scale for value in self._prior)
+            for at, seen in self._first:
+                self._add(at, seen)
+            self._first.clear()
+            self._solve()
+        else:
+            self._add(x, y)
+            self._solve()
+
+    def _add(self, x: Sequence[float], y: float) -> None:
+        spread = max(y, self.predict(x))
+        z = [part * prior / spread for part, prior in zip(x, self._prior, strict=True)]
+        target = y / spread
+        keep = self._keep
+        for i, row in enumerate(self._matrix):
+            self._vector[i] = self._vector[i] * keep + z[i] * target
+            for j in range(self._size):
+                row[j] = row[j] * keep + z[i] * z[j]
+
+    def _solve(self) -> None:
+        pull = 1.0 / (_DOUBT * _DOUBT)
+        ratios = [value / prior for value, prior in zip(self.values, self._prior, strict=True)]
+        for _ in range(_SWEEPS):
+            for i, row in enumerate(self._matrix):
+                rest = sum(row[j] * ratios[j] for j in range(self._size) if j != i)
+                best = (self._vector[i] + pull - rest) / (row[i] + pull)
+                ratios[i] = min(max(best, 1.0 / _BOUND), _BOUND)
+        self.values = tuple(ratio * prior for ratio, prior in zip(ratios, self._prior, strict=True))
+
+
+class PrefillRates(NamedTuple):
+    """Seconds: fixed per request, per new token, per pair of tokens attention looks at."""
+
+    overhead_s: float
+    token_s: float
+    pair_s: float
+
+
+class InterTokenRates(NamedTuple):
+    """Seconds between two tokens of one stream: alone, and more for each running request."""
+
+    floor_s: float
+    each_s: float
+
+
+PREFILL_PRIOR = PrefillRates(0.01, 2e-4, 2e-9)
+"""5,000 prefill tokens a second, between a 7B model on a small card and a 70B model on a large node; the scale is
+taken from the first observations anyway."""
+
+INTER_TOKEN_PRIOR = InterTokenRates(0.02, 2e-4)
+"""50 tokens a second alone, 1 % slower with each further running request."""
+
+
+class PoolRates:
+    """What the workers of one base model have in common. `prefill` and `inter_token` are replaced when they move."""
+
+    __slots__ = ("_inter_token", "_prefill", "inter_token", "output_tokens", "prefill", "prompt_tokens")
+
+    def __init__(self, prefill: PrefillRates = PREFILL_PRIOR, inter_token: InterTokenRates = INTER_TOKEN_PRIOR) -> None:
+        self._prefill = Regression(prefill)
+        self._inter_token = Regression(inter_token)
+        self.prefill = PrefillRates(*self._prefill.values)
+        self.inter_token = InterTokenRates(*self._inter_token.values)
+        self.output_tokens = OUTPUT_PRIOR_TOKENS
+        """Running mean of answer lengths."""
+        self.prompt_tokens = 0.0
+        """Running mean of prompt lengths; 0 until one is seen."""
+
+    @property
+    def samples(self) -> int:
+        """Prefill observations so far."""
+        return self._prefill.samples
+
+    def prefill_s(self, new: int, cached: int) -> float:
+        """Seconds to prefill `new` tokens behind `cached` ones on a worker of slowdown 1."""
+        overhead, token, pair = self.prefill
+        return overhead + new * (token + pair * (cached + new / 2))
+
+    def learn_prefill(self, x: tuple[float, float, float], seconds: float, slowdown: Slowdown) -> None:
+        """`seconds` of prefill work on one worker; `x` = requests, new tokens, token pairs in it."""
+        model = self._prefill
+        if model.warm:
+            expected = model.predict(x)
+            # The fixed overhead says nothing about speed: a period of tiny prompts weighs little.
+            slowdown.learn(seconds / expected, 1.0 - min(1.0, x[0] * model.values[0] / expected))
+        model.learn(x, seconds / slowdown.value)
+        self.prefill = PrefillRates(*model.values)
+
+    def learn_inter_token(self, batch: float, seconds: float) -> None:
+        """Mean seconds between tokens of one stream while about `batch` requests were running."""
+        self._inter_token.learn((1.0, batch), seconds)
+        self.inter_token = InterTokenRates(*self._inter_token.values)
+
+    def learn_prompt(self, tokens: int) -> None:
+        """A prompt of `tokens` was placed."""
+        mean = self.prompt_tokens
+        self.prompt_tokens = mean + 0.02 * (tokens - mean) if mean else float(tokens)
+
+    def learn_output(self, tokens: int) -> None:
+        """An answer of `tokens` ended by itself."""
+        self.output_tokens += 0.02 * (tokens - self.output_tokens)
+
+
+class Slowdown:
+    """How much longer one worker takes than its pool's model says: `value`, 1 = as fast, 2 = twice as long.
+
+    The weighted mean of ln(observed / predicted) over about the last 32 observations, drawn to 0 by a prior worth two
+    more, less two standard errors of that mean towards 0 (soft threshold): a difference that may be chance is none.
+    Without it, noise would make one of several equal workers look fastest and draw every cold request. One observation
+    counts at most a factor of three away from the value before it.
+    """
+
+    __slots__ = ("_squares", "_sum", "_weight", "samples", "value")
+
+    _MEMORY = 32.0
+    _PRIOR_WEIGHT = 2.0
+    _PRIOR_VARIANCE = 0.04
+    """Of the logarithm: first-byte times of one worker scatter by 20 % at least."""
+    _ERRORS = 2.0
+    _STEP = math.log(3.0)
+    _BOUND = math.log(100.0)
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._squares = 0.0
+        self._weight = 0.0
+        self.samples = 0
+        self.value = 1.0
+
+    def learn(self, ratio: float, weight: float = 1.0) -> None:
+        """`ratio` = observed / predicted seconds at slowdown 1, positive; `weight` (0..1) = what share of it is work
+        whose speed is in question."""
+        now = math.log(self.value)
+        seen = min(max(math.log(ratio), now - self._STEP), now + self._STEP)
+        keep = 1.0 - 1.0 / self._MEMORY
+        self._sum = self._sum * keep + weight * seen
+        self._squares = self._squares * keep + weight * seen * seen
+        self._weight = self._weight * keep + weight
+        self.samples += 1
+        total = self._weight + self._PRIOR_WEIGHT
+        mean = self._sum / total
+        scatter = self._squares - self._weight * (self._sum / self._weight) ** 2 if self._weight > 0.0 else 0.0
+        variance = (max(0.0, scatter) + self._PRIOR_WEIGHT * self._PRIOR_VARIANCE) / total
+        doubt = self._ERRORS * math.sqrt(variance / total)
+        size = min(max(0.0, abs(mean) - doubt), self._BOUND)
+        self.value = math.exp(math.copysign(size, mean))

@@ -1,0 +1,343 @@
+"""One worker as the gateway sees it: what we sent it, what it says about itself, and what both mean for a new request.
+
+Rules:
+1. A reservation is made when a request is placed, moved once at its first byte, and released once. What is in flight
+   is the sum over open reservations, always; nothing else writes these numbers.
+2. The attributes the score reads are plain numbers, brought up to date when something changes, not when a request asks.
+3. `pending` are requests sent whose prefill is not over, in order of sending. The head is being computed since
+   `head_since`; what is ahead of a new request is their estimated seconds less what has run of the head's.
+4. A request without a stream shows no first byte when its prefill ends. It counts as prefilled once its estimate has
+   run out at the head (`settle_due`).
+5. KV room is the last poll plus what we placed and ended since. A poll older than `STALE_S` says nothing: then only
+   our own reservations count.
+6. Requests the worker has beyond ours are another client's. They are priced at what such a request costs here on
+   average, with the hit rate the worker shows, never as cold ones.
+
+7. Speed is learned per *predicted* new token, from busy periods as a whole: what is learned is what the next prediction
+   needs, also where the tokens are estimated or the worker shows no cache events.
+
+It does not decide where requests go, and it takes no clock: `now` is an argument, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gateway.pool.rates import PoolRates, Slowdown
+from gateway.records import LoadSample, Slot, WorkerFacts, WorkerId, WorkerSpec
+
+STALE_S = 5.0
+"""Age at which a load sample is forgotten: five polls at the default period."""
+
+FORGET_S = 300.0
+"""Value of an idle cached block falls to 1/e over this time; measured on conversation and agent traces."""
+
+_FLOW_S = 60.0
+"""Averaging time of the stored-token rate; a cache turns over in tens of seconds or more."""
+
+_HIT_PRIOR = 0.5
+"""Hit rate assumed for other clients' requests until the worker's counters show one."""
+
+_CROWDED = 0.9
+"""KV occupancy above which a first byte may have waited for room and says nothing about speed."""
+
+_LEAST_WEIGHT = 1e-3
+
+_PERIOD_REQUESTS = 8
+"""A busy period is closed for learning after this many prefills, so that a worker that never idles is learned too."""
+
+
+class WorkerState(StrEnum):
+    """Whether a worker may get new requests."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """What one request is expected to cost its worker. `new_tokens` are uncached prompt tokens, `output_tokens` the
+    expected answer; both take KV room. `streamed` says that its first byte marks the end of its prefill."""
+
+    new_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    prefill_s: float
+    streamed: bool
+    sent_at: float
+    pending: bool = True
+    open: bool = True
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room it takes beyond what was cached."""
+        return self.new_tokens + self.output_tokens
+
+
+@dataclass(slots=True)
+class _Period:
+    """A busy period under observation: from an idle worker's first prefill (or the last cut) until now."""
+
+    since: float
+    requests: int = 0
+    new_tokens: int = 0
+    pairs: float = 0.0
+    clean: bool = True
+
+    def add(self, reservation: Reservation) -> None:
+        new = reservation.new_tokens
+        self.requests += 1
+        self.new_tokens += new
+        self.pairs += new * (reservation.cached_tokens + new / 2)
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Exponential average of a rate: amounts per second over about the last `_FLOW_S`."""
+
+    rate: float = 0.0
+    at: float = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self.rate = self.read(now) + amount / _FLOW_S
+        self.at = now
+
+    def read(self, now: float) -> float:
+        return self.rate * math.exp(-max(0.0, now - self.at) / _FLOW_S)
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """State of one worker. Made and changed by the fleet and the leases; everybody else reads."""
+
+    id: WorkerId
+    slot: Slot
+    spec: WorkerSpec
+    facts: WorkerFacts
+    rates: PoolRates
+    block_size: int
+    added_at: float
+    state: WorkerState = WorkerState.READY
+    state_since: float = 0.0
+    reason: str | None = None
+    """Why it is not ready, for people."""
+
+    inflight_requests: int = 0
+    inflight_tokens: int = 0
+    """Uncached prompt tokens of pending requests."""
+    picked: int = 0
+    """Number of the fleet's last decision that chose this worker; 0 = never."""
+
+    # What the score reads (`gateway.policy.Load`).
+    pending_s: float = 0.0
+    head_s: float = 0.0
+    head_since: float = 0.0
+    slowdown: float = 1.0
+    foreign_s: float = 0.0
+    foreign_since: float = 0.0
+    foreign_requests: float = 0.0
+    kv_tokens: int = 0
+    kv_capacity: int = 0
+    unindexed_tokens: int = 0
+    evict_discount: float = 0.0
+    trust: float = 1.0
+    weight: float = 1.0
+
+    load: LoadSample | None = None
+    loaded_at: float | None = None
+    hit_rate: float = _HIT_PRIOR
+    """Share of prompt tokens found in its cache, from its own counters."""
+    speed: Slowdown = field(default_factory=Slowdown)
+
+    _pending: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
+    _period: _Period | None = None
+    _open_kv: int = 0
+    _open_output: int = 0
+    _polled_kv: int | None = None
+    _foreign_seen: float = 0.0
+    _stored: _Flow = field(default_factory=_Flow)
+
+    def __post_init__(self) -> None:
+        self.respec(self.spec)
+        self._fit_capacity()
+
+    # ---------------------------------------------------------------- reservations
+
+    @property
+    def pending(self) -> int:
+        """Requests sent whose prefill is not over."""
+        return len(self._pending)
+
+    def reserve(self, reservation: Reservation, now: float) -> None:
+        """Counts a request as sent."""
+        self.settle_due(now)
+        crowded = self.kv_capacity and self.kv_tokens + reservation.kv_tokens > _CROWDED * self.kv_capacity
+        if not self._pending:
+            self._lead(reservation, now)
+            self._period = _Period(now)
+        period = self._period
+        if period is not None and (crowded or self.foreign_s or not reservation.streamed):
+            period.clean = False
+        self._pending[id(reservation)] = reservation
+        self.inflight_requests += 1
+        self.inflight_tokens += reservation.new_tokens
+        self.pending_s += reservation.prefill_s
+        self._open_kv += reservation.kv_tokens
+        self._open_output += reservation.output_tokens
+        if self._polled_kv is not None:
+            self._polled_kv += reservation.kv_tokens
+        self._refresh(now)
+
+    def first_byte(self, reservation: Reservation, now: float) -> None:
+        """The prefill of this request is over. Later calls, and calls after the release, change nothing."""
+        if not reservation.pending:
+            return
+        period = self._period
+        if period is not None:
+            period.add(reservation)
+            if not reservation.streamed:
+                period.clean = False
+        self._prefilled(reservation, now)
+        if period is not None and (not self._pending or period.requests >= _PERIOD_REQUESTS):
+            self._learn(period, now)
+            self._period = _Period(now) if self._pending else None
+
+    def release(self, reservation: Reservation, now: float) -> None:
+        """The request is over, however it ended. Later calls change nothing."""
+        if not reservation.open:
+            return
+        reservation.open = False
+        if reservation.pending:
+            self._leave(reservation, now)
+            if self._period is not None:
+                self._period.clean = False
+            if not self._pending:
+                self._period = None
+        else:
+            self._stored.add(reservation.output_tokens, now)
+        self.inflight_requests -= 1
+        self._open_kv -= reservation.kv_tokens
+        self._open_output -= reservation.output_tokens
+        if self._polled_kv is not None:
+            self._polled_kv = max(0, self._polled_kv - reservation.kv_tokens)
+        self._refresh(now)
+
+    def settle_due(self, now: float) -> None:
+        """Requests without a stream leave the head of the queue when their estimated prefill has run out."""
+        while self._pending:
+            head = next(iter(self._pending.values()))
+            ends = self.head_since + head.prefill_s
+            if head.streamed or ends > now:
+                return
+            self._prefilled(head, ends)
+            if not self._pending:
+                self._period = None
+
+    def _prefilled(self, reservation: Reservation, now: float) -> None:
+        self._leave(reservation, now)
+        self._stored.add(reservation.new_tokens, now)
+        self._refresh(now)
+
+    def _leave(self, reservation: Reservation, now: float) -> None:
+        """Out of the pending queue; the next one leads from now on when this was the head."""
+        reservation.pending = False
+        pending = self._pending
+        led = next(iter(pending.values())) is reservation
+        del pending[id(reservation)]
+        self.inflight_tokens -= reservation.new_tokens
+        if not pending:
+            self.pending_s = self.head_s = 0.0
+            return
+        self.pending_s = max(0.0, self.pending_s - reservation.prefill_s)
+        if led:
+            self._lead(next(iter(pending.values())), now)
+
+    def _lead(self, reservation: Reservation, now: float) -> None:
+        self.head_s = reservation.prefill_s
+        self.head_since = now
+
+    def _learn(self, period: _Period, now: float) -> None:
+        if period.clean:
+            x = (float(period.requests), float(period.new_tokens), period.pairs)
+            self.rates.learn_prefill(x, now - period.since, self.speed)
+            self.slowdown = self.speed.value
+
+    # ---------------------------------------------------------------- what it says about itself
+
+    def observe(self, sample: LoadSample, now: float) -> None:
+        """One poll of its load. A sample replaces what was estimated since the one before."""
+        self.settle_due(now)
+        before = self.load
+        self.load, self.loaded_at = sample, now
+        if sample.kv_blocks is not None:
+            self._fit_capacity()
+        if self.kv_capacity:
+            queued = sum(waiting.kv_tokens for waiting in list(self._pending.values())[1:])
+            self._polled_kv = int(sample.kv_usage * self.kv_capacity) + queued
+        if before is not None:
+            self._observe_hits(before, sample)
+        self._observe_foreign(sample, now)
+        self._refresh(now)
+
+    def _observe_hits(self, before: LoadSample, sample: LoadSample) -> None:
+        if None in (before.prefix_queries, before.prefix_hits, sample.prefix_queries, sample.prefix_hits):
+            return
+        queries = (sample.prefix_queries or 0.0) - (before.prefix_queries or 0.0)
+        hits = (sample.prefix_hits or 0.0) - (before.prefix_hits or 0.0)
+        if queries > 0.0 and 0.0 <= hits <= queries:
+            self.hit_rate += 0.1 * (hits / queries - self.hit_rate)
+
+    def _observe_foreign(self, sample: LoadSample, now: float) -> None:
+        """Work beyond ours, believed once two polls in a row show it: one poll may catch a request between its end on
+        the worker and its end here."""
+        beyond = max(0.0, sample.running + sample.waiting - self.inflight_requests)
+        self.foreign_requests = min(beyond, self._foreign_seen)
+        self._foreign_seen = beyond
+        queued = min(self.foreign_requests, sample.waiting)
+        self.foreign_since = now
+        self.foreign_s = 0.0
+        if queued:
+            prompt = int(self.rates.prompt_tokens)
+            cached = int(prompt * self.hit_rate)
+            self.foreign_s = queued * self.slowdown * self.rates.prefill_s(prompt - cached, cached)
+
+    def tick(self, now: float) -> None:
+        """Called about twice a second: old samples are forgotten, estimates that depend on time are renewed."""
+        self.settle_due(now)
+        if self.loaded_at is not None and now - self.loaded_at > STALE_S:
+            self.load = self.loaded_at = self._polled_kv = None
+            self.foreign_s = self.foreign_requests = self._foreign_seen = 0.0
+        self._refresh(now)
+
+    def _fit_capacity(self) -> None:
+        blocks = self.load.kv_blocks if self.load is not None and self.load.kv_blocks else self.facts.kv_blocks
+        self.kv_capacity = (blocks or 0) * self.block_size
+
+    def respec(self, spec: WorkerSpec) -> None:
+        """It was configured anew. A weight of 0 means: only when nobody else is there."""
+        self.spec = spec
+        self.weight = max(spec.weight, _LEAST_WEIGHT)
+
+    def refit(self, facts: WorkerFacts, block_size: int) -> None:
+        """What probing found has changed."""
+        self.facts = facts
+        self.block_size = block_size
+        self._fit_capacity()
+
+    def _refresh(self, now: float) -> None:
+        """Brings the derived numbers up to date.
+
+        The idle age of the next victim is taken from turnover: idle cached tokens / tokens stored per second
+        (Little's law; exact for a cache whose blocks are used once, too old by the time blocks were in use otherwise).
+        """
+        self.kv_tokens = self._open_kv if self._polled_kv is None else self._polled_kv
+        self.unindexed_tokens = self.inflight_tokens + self._open_output
+        if not self.kv_capacity:
+            return
+        idle = max(0, self.kv_capacity - self.kv_tokens)
+        flow = self._stored.read(now)
+        self.evict_discount = math.exp(-idle / (flow * FORGET_S)) if flow > 0.0 else 0.0

@@ -1,0 +1,325 @@
+"""One gateway: every part made once, joined, run and taken down.
+
+Rules:
+1. Nothing is made at import; whoever starts a `Gateway` gives it settings, and gets two ports and a fleet.
+2. Ready means: a worker may serve, and the indexes of the workers that were asked for have caught up, or
+   `server.ready_timeout_s` has passed. It is taken back first when the gateway ends.
+3. The end: no new requests (503), open ones may finish within `server.drain_timeout_s`, then they are cut; then tasks,
+   sockets and threads end, in that order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from random import Random
+from typing import Any
+
+import structlog
+import uvicorn
+import zmq
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+from gateway.admin import AdminViews, Readiness, admin_app
+from gateway.config import Settings
+from gateway.edge import Edge, EdgeLimits, client_app, client_protocol, request_id_maker
+from gateway.kv import KvIndex
+from gateway.policy import Weights, make_policy
+from gateway.pool import Fleet
+from gateway.records import Outcome, WorkerId
+from gateway.router import Router, RouterSettings
+from gateway.runtime.models import Tokenizers
+from gateway.runtime.readings import GatewayReadings
+from gateway.runtime.supervisor import Supervisor
+from gateway.telemetry import Exposition, RequestLog, RequestMetrics
+from gateway.upstream.connections import Timeouts
+from gateway.upstream.control import open_control_client
+from gateway.upstream.http import Upstream
+from gateway.upstream.membership import Membership, MembershipSettings
+
+_EXPIRE_EVERY_S = 0.5
+_LOOK_S = 0.05
+_TOKENIZE_THREADS = 2
+"""Threads that tokenise new text; the tokenizer runs outside the interpreter lock."""
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The addresses in force; both are base URLs."""
+
+    url: str
+    admin_url: str
+
+
+class Gateway:
+    """`start`, then `stop`. `requests_log` gets one line a request; None writes none."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        requests_log: RequestLog | None = None,
+        rng: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,  # noqa: TID251  the one clock of the process
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        rng = rng or Random()
+        self._log = structlog.get_logger("kvgate")
+        self._stack = AsyncExitStack()
+        self._started_at: float | None = None
+        self._draining = False
+        self._requests_log = requests_log
+        self._rng = rng
+        self.supervisor = Supervisor(clock)
+        self.tokenizers = Tokenizers(settings.models, now=lambda: datetime.now().astimezone())
+        self.fleet = Fleet(
+            block_sizes={name: m.block_size for m in settings.models for name in (m.name, *m.aliases) if m.block_size}
+        )
+        self.index = KvIndex()
+        routing = settings.routing
+        self.router = Router(
+            self.fleet,
+            self.index,
+            make_policy(routing.policy, rng=rng, weights=_weights(settings)),
+            rng=rng,
+            settings=RouterSettings(
+                speculative_ttl_s=routing.speculative_ttl_s,
+                max_sessions=routing.affinity.max_sessions,
+                session_ttl_s=routing.affinity.ttl_s,
+            ),
+        )
+        timeouts = settings.timeouts
+        self.upstream = Upstream(
+            clock=clock,
+            timeouts=Timeouts(
+                connect_s=timeouts.connect_s,
+                first_byte_s=timeouts.first_byte_s,
+                idle_s=timeouts.idle_s,
+                total_s=timeouts.total_s,
+            ),
+        )
+        self.metrics = RequestMetrics(self.fleet.pools.__contains__)
+        self.ports: Ports | None = None
+        self.membership: Membership
+        self.edge: Edge
+
+    async def start(self) -> Ports:
+        """Bind the ports, start serving and looking for workers. Returns at once; `ready` tells when traffic may come.
+
+        Raises ConfigError for a tokenizer that cannot be read, OSError for a port that cannot be bound.
+        """
+        await asyncio.to_thread(self.tokenizers.load_configured)
+        try:
+            return await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> Ports:
+        settings, stack = self.settings, self._stack
+        server = settings.server
+        client_socket = stack.enter_context(_listen(server.host, server.port))
+        admin_socket = stack.enter_context(_listen(server.admin_host, server.admin_port))
+        executor = stack.enter_context(ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenise"))
+        stack.callback(self.upstream.close)
+        control = await stack.enter_async_context(open_control_client())
+        context: zmq.Context[Any] = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        self.membership = Membership(
+            fleet=self.fleet,
+            index=self.index,
+            control=control,
+            tasks=self.supervisor,
+            context=context,
+            clock=self.clock,
+            rng=self._rng,
+            on_joining=self.tokenizers.prepare,
+            on_left=self._forget,
+            settings=MembershipSettings(poll_s=settings.load.poll_s),
+        )
+        self.edge = Edge(
+            router=self.router,
+            hashers=self.tokenizers.find,
+            upstream=self.upstream,
+            executor=executor,
+            clock=self.clock,
+            on_outcome=self._record,
+            on_retry=self.metrics.record_retry,
+            request_ids=request_id_maker(self._rng),
+            limits=EdgeLimits(
+                header_timeout_s=server.header_timeout_s,
+                body_timeout_s=server.body_timeout_s,
+                max_body_bytes=server.max_body_bytes,
+                max_retries=settings.retries.max,
+            ),
+            receipts=server.receipts,
+            session_header=settings.routing.affinity.header,
+            session_field=settings.routing.affinity.body_field,
+        )
+        stack.push_async_callback(self.supervisor.close)
+        self._started_at = self.clock()
+        self.supervisor.start("expire", self._expire)
+        app = client_app(self.fleet, ready=lambda: self.readiness().ready, started_unix=int(time.time()))  # noqa: TID251
+        await self._serve(app, client_socket, http=client_protocol(self.edge))
+        await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
+        for spec in settings.worker_specs():
+            self.membership.expect(spec)
+        self.ports = Ports(_url(client_socket, server.host), _url(admin_socket, server.admin_host))
+        self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
+        return self.ports
+
+    async def stop(self) -> None:
+        """Drain, then take everything down; see rule 3."""
+        self._draining = True
+        self.edge.accepting = False
+        until = self.clock() + self.settings.server.drain_timeout_s
+        if self.edge.open_exchanges:
+            self._log.info("draining", open_requests=self.edge.open_exchanges)
+        while self.edge.open_exchanges and self.clock() < until:  # noqa: ASYNC110  an event would cost every request
+            await asyncio.sleep(_LOOK_S)
+        if self.edge.open_exchanges:
+            self._log.warning("drain limit passed: cutting", open_requests=self.edge.open_exchanges)
+        self.edge.cut()
+        await self._stack.aclose()
+        self._log.info("stopped", open_leases=self.router.open_leases)
+
+    def readiness(self) -> Readiness:
+        """Whether clients should be sent here (rule 2)."""
+        if self._draining or self._started_at is None:
+            return Readiness(ready=False, reason="draining" if self._draining else "starting")
+        if not any(pool.ready for pool in self.fleet.pools.values()):
+            errors = [m.error for m in self.membership.members.values() if m.error]
+            return Readiness(ready=False, reason=errors[0] if errors else "no worker has joined yet")
+        behind = sorted(name for name, member in self.membership.members.items() if not member.caught_up)
+        if behind and self.clock() - self._started_at < self.settings.server.ready_timeout_s:
+            return Readiness(ready=False, reason=f"catching up: {', '.join(behind)}")
+        return Readiness(ready=True)
+
+    async def until_ready(self, within_s: float) -> None:
+        """Wait until every worker that was asked for has joined and traffic may come. Raises TimeoutError."""
+        async with asyncio.timeout(within_s):
+            while not (self.readiness().ready and all(m.caught_up for m in self.membership.members.values())):  # noqa: ASYNC110  once at start
+                await asyncio.sleep(_LOOK_S)
+
+    # ------------------------------------------------------------------ inside
+
+    def _record(self, outcome: Outcome) -> None:
+        self.metrics.record(outcome)
+        if self._requests_log is not None:
+            self._requests_log.record(outcome)
+
+    def _forget(self, worker: WorkerId) -> None:
+        self.upstream.forget(worker)
+        self.metrics.forget(worker)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRE_EVERY_S)
+            self.router.expire(self.clock())
+
+    def _admin_views(self) -> AdminViews:
+        settings = self.settings
+        readings = GatewayReadings(
+            fleet=self.fleet,
+            index=self.index,
+            membership=self.membership,
+            upstream=self.upstream,
+            clock=self.clock,
+        )
+        process = CollectorRegistry()
+        ProcessCollector(registry=process)
+        PlatformCollector(registry=process)
+        GCCollector(registry=process)
+        token = settings.auth.admin_token
+        return AdminViews(
+            router=self.router,
+            readings=readings,
+            exposition=Exposition(self.metrics, readings, process=process),
+            hasher=self.tokenizers.find,
+            add_worker=self.membership.add,
+            remove_worker=self.membership.leave,
+            config=lambda: settings.model_dump(mode="json"),
+            ready=self.readiness,
+            clock=self.clock,
+            token=token.get_secret_value() if token is not None else None,
+            affinity_header=settings.routing.affinity.header.lower(),
+            affinity_field=settings.routing.affinity.body_field,
+            max_body_bytes=settings.server.max_body_bytes,
+        )
+
+    async def _serve(self, app: Any, listener: socket.socket, *, http: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            http=http,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            backlog=_BACKLOG,
+        )
+        server = _Server(config)
+        started = asyncio.Event()
+        server.on_started = started.set
+        name = f"server {listener.getsockname()[1]}"
+        self.supervisor.start(name, lambda: server.serve(sockets=[listener]))
+        self._stack.push_async_callback(self._end_server, server, name)
+        await started.wait()
+
+    async def _end_server(self, server: uvicorn.Server, name: str) -> None:
+        # Draining is over by now: idle connections are closed, nothing is waited for.
+        server.should_exit = True
+        server.force_exit = True
+        await self.supervisor.join(name)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: signals are the command's."""
+
+    on_started: Callable[[], None]
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_started()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError whose text names the address and what to do."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another address or port") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _url(listener: socket.socket, host: str) -> str:
+    port = listener.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
+def _weights(settings: Settings) -> Weights:
+    routing = settings.routing
+    given = {"alpha": routing.alpha, "beta": routing.beta, "gamma": routing.gamma}
+    return replace(Weights(), **{name: weight for name, weight in given.items() if weight != "auto"})

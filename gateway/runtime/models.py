@@ -1,0 +1,111 @@
+"""Which tokenizer a model's prompts are cut with.
+
+Rules:
+1. The configuration decides: `models[].name` and its aliases, then the entry named `*`.
+2. Without an entry, a worker's own model directory is used when it can be read here (`root` of `/v1/models` is the path
+   the engine was started with).
+3. Without a tokenizer a model is still served: token prompts are exact, text prompts have no prefix blocks.
+
+Loading reads files and takes up to seconds for a large vocabulary, so it happens in a thread before a worker joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import structlog
+
+from gateway.config import ConfigError, ModelSettings
+from gateway.prefix import BadModelFiles, BadTemplate, PromptHasher
+from gateway.records import EngineKind, WorkerFacts, WorkerSpec
+
+ANY_MODEL = "*"
+
+MAX_HASHERS = 256
+"""Models of one gateway whose caches are kept; more are served without prefix blocks for text."""
+
+
+class Tokenizers:
+    """The hashers of all models, by served name. `now` gives local time for templates that print a date."""
+
+    def __init__(self, models: Sequence[ModelSettings], *, now: Callable[[], datetime]) -> None:
+        self._configured = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._now = now
+        self._hashers: dict[str, PromptHasher] = {}
+        self._loading = asyncio.Lock()
+        self._log = structlog.get_logger("kvgate.models")
+
+    def load_configured(self) -> None:
+        """Read every configured tokenizer. Raises ConfigError naming the entry that cannot be read."""
+        for model in {id(m): m for m in self._configured.values()}.values():
+            if model.name == ANY_MODEL:
+                continue
+            try:
+                hasher = self._load(model.name, model.tokenizer, model)
+            except (BadModelFiles, BadTemplate, OSError) as error:
+                raise ConfigError([f"models.{model.name}: {error}"]) from error
+            for name in (model.name, *model.aliases):
+                self._hashers[name] = hasher
+
+    def find(self, model: str) -> PromptHasher | None:
+        """The hasher of a served name; None when the worker that serves it has not joined."""
+        return self._hashers.get(model)
+
+    def loaded(self) -> Iterable[PromptHasher]:
+        """Every hasher once."""
+        return {id(hasher): hasher for hasher in self._hashers.values()}.values()
+
+    async def prepare(self, spec: WorkerSpec, facts: WorkerFacts) -> None:
+        """Make the tokenizer of a worker's model ready; what cannot be read is logged, not raised."""
+        async with self._loading:  # workers of one model join together, and share it
+            await self._prepare(spec.models or facts.models, facts)
+
+    async def _prepare(self, names: Sequence[str], facts: WorkerFacts) -> None:
+        if not names or all(name in self._hashers for name in names):
+            return
+        hasher = next((self._hashers[name] for name in names if name in self._hashers), None)
+        if hasher is None:
+            if len(self._hashers) >= MAX_HASHERS:
+                self._log.warning("too many models: text prompts have no prefix blocks", model=names[0])
+                return
+            hasher = await asyncio.to_thread(self._discover, names[0], facts)
+        for name in names:
+            self._hashers.setdefault(name, hasher)
+
+    def _discover(self, model: str, facts: WorkerFacts) -> PromptHasher:
+        settings = self._configured.get(ANY_MODEL)
+        directory = settings.tokenizer if settings is not None else _readable(facts.root)
+        try:
+            hasher = self._load(model, directory, settings, facts.engine)
+        except (BadModelFiles, BadTemplate, OSError) as error:
+            self._log.warning("tokenizer cannot be used", model=model, directory=str(directory), reason=str(error))
+            return PromptHasher.load(None, model=model, engine=facts.engine)
+        if directory is None:
+            self._log.warning(
+                "no tokenizer: text prompts have no prefix blocks",
+                model=model,
+                fix=f"models: [{{name: {model}, tokenizer: DIRECTORY}}] or --tokenizer DIRECTORY",
+            )
+        else:
+            self._log.info("tokenizer ready", model=model, directory=str(directory), cutting=hasher.stats().cutting)
+        return hasher
+
+    def _load(
+        self, model: str, directory: Path | None, settings: ModelSettings | None, engine: EngineKind = EngineKind.VLLM
+    ) -> PromptHasher:
+        template = settings.chat_template if settings is not None else None
+        return PromptHasher.load(
+            directory,
+            model=model,
+            chat_template=template.read_text(encoding="utf-8") if template is not None else None,
+            engine=engine,
+            clock=self._now,
+        )
+
+
+def _readable(root: str | None) -> Path | None:
+    path = Path(root) if root else None
+    return path if path is not None and path.is_absolute() and (path / "tokenizer.json").is_file() else None

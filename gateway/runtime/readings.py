@@ -1,0 +1,109 @@
+"""What the owners of state say when metrics are scraped: `telemetry.Readings` over the parts of one gateway."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from gateway.kv import KvIndex
+from gateway.pool import Fleet, WorkerState
+from gateway.records import Tier
+from gateway.telemetry import FeedReading, IndexReading, WorkerReading
+from gateway.upstream.http import Upstream
+from gateway.upstream.membership import Member, Membership
+
+_STATES = tuple(state.value for state in WorkerState)
+
+
+class GatewayReadings:
+    """Reads fleet, index, members and upstream at once; keeps nothing."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        index: KvIndex,
+        membership: Membership,
+        upstream: Upstream,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._membership = membership
+        self._upstream = upstream
+        self._clock = clock
+
+    def workers(self) -> Iterable[WorkerReading]:
+        """Every worker of the fleet."""
+        now = self._clock()
+        for worker in self._fleet.workers.values():
+            load, member = worker.load, self._membership.members.get(worker.id)
+            poller = member.poller if member is not None else None
+            yield WorkerReading(
+                worker=worker.id,
+                state=worker.state.value,
+                states=_STATES,
+                inflight_requests=worker.inflight_requests,
+                inflight_tokens=worker.inflight_tokens,
+                open_streams=self._upstream.open_streams(worker.id),
+                waiting_requests=load.waiting if load is not None else None,
+                kv_usage=load.kv_usage if load is not None else None,
+                load_age_s=now - worker.loaded_at if worker.loaded_at is not None else None,
+                trust=worker.trust,
+                blocks={tier: self._index.resident(worker.slot, tier) for tier in Tier},
+                polls_ok=poller.counts.ok if poller is not None else 0,
+                polls_failed=poller.counts.failed if poller is not None else 0,
+            )
+
+    def feeds(self) -> Iterable[FeedReading]:
+        """Every worker with an event feed."""
+        now = self._clock()
+        for member in self._membership.members.values():
+            if member.feeds:
+                yield _feed_reading(member, now)
+
+    def index(self) -> IndexReading:
+        """The index as a whole."""
+        stats = self._index.stats()
+        return IndexReading(
+            bytes=stats.estimated_bytes,
+            orphans=stats.orphans + stats.placeholders,
+            truncated=stats.orphans_dropped + stats.speculative_truncated,
+        )
+
+
+def _feed_reading(member: Member, now: float) -> FeedReading:
+    events: Counter[str] = Counter()
+    ignored: Counter[str] = Counter()
+    replays: Counter[str] = Counter()
+    stored: Counter[Tier] = Counter()
+    removed: Counter[Tier] = Counter()
+    gaps = resets = errors = 0
+    newest: float | None = None
+    phases: dict[int, str] = {}
+    for source, feed in member.feeds.items():
+        totals, counters = feed.totals, feed.counters
+        events.update(totals.events)
+        ignored.update(totals.ignored)
+        replays.update(counters.replays)
+        stored.update(totals.stored)
+        removed.update(totals.removed)
+        gaps += counters.gaps
+        resets += counters.resets
+        errors += counters.errors
+        phases[source.rank] = feed.phase.value
+        if counters.last_applied_at is not None:
+            newest = counters.last_applied_at if newest is None else max(newest, counters.last_applied_at)
+    return FeedReading(
+        worker=member.spec.name,
+        events=events,
+        gaps=gaps,
+        replays=replays,
+        resets=resets,
+        errors=errors,
+        ignored=ignored,
+        phases=phases,
+        age_s=now - newest if newest is not None else None,
+        blocks_stored=stored,
+        blocks_removed=removed,
+    )

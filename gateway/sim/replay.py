@@ -1,0 +1,317 @@
+"""Replay of a trace on a virtual clock: the router, fleet, policy and index that serve, in front of simulated engines.
+
+Owns the order of things in virtual time:
+
+    arrival -> route (decide and reserve) -> submit to the engine -> its events go to the index as it emits them
+            -> first token: lease.first_byte -> end: lease.settle, and the session's next turn may come
+    every poll period: each engine's load -> fleet;   every half second: router.expire
+
+Rules:
+1. No network and no event delay: the gateway learns of things when they happen. What it does not see when serving
+   (queue order inside an engine, output lengths, the engine's speed) it does not see here.
+2. The same inputs and seed give the same result, to the last bit.
+3. A block of the trace is a run of tokens that only it has, so the index hashes and chains it as it does in service.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from gateway import keys
+from gateway.kv import KvIndex
+from gateway.kv.events import KvEvent
+from gateway.kv.events import Removed as BlocksRemoved
+from gateway.kv.events import Stored as BlocksStored
+from gateway.policy import Policy
+from gateway.pool import Fleet, InterTokenRates, PrefillRates, Worker
+from gateway.records import (
+    BlockKey,
+    Chain,
+    Ending,
+    Endpoint,
+    EngineHash,
+    EngineKind,
+    InferenceRequest,
+    LoadSample,
+    NoPrompt,
+    Outcome,
+    PrefixBlocks,
+    Result,
+    StageTimes,
+    Usage,
+    WorkerFacts,
+    WorkerId,
+    WorkerSpec,
+)
+from gateway.router import Lease, Router, RouterSettings
+from gateway.sim.engine import (
+    Cleared,
+    EngineModel,
+    Finished,
+    FirstToken,
+    Happening,
+    Removed,
+    SimulatedEngine,
+    Started,
+    Stored,
+    Tokens,
+)
+from gateway.sim.trace import TURN_GAP_S, Turn
+
+_MODEL = "trace"
+_RANK = 0
+_EXPIRE_S = 0.5
+
+_ARRIVAL, _ENGINE, _POLL, _EXPIRE = range(4)
+"""Kinds on the agenda. At one instant the order of entry decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """Figures over all requests. `hit` is the share of prompt tokens found in a cache; TTFT in seconds from arrival.
+
+    `imbalance` is the busiest worker's prefill time against the mean, `utilisation` the mean share of the time.
+    `predicted` is the share of prompt tokens the router predicted as hits; `misses` counts route misses.
+    """
+
+    requests: int
+    hit: float
+    predicted: float
+    misses: int
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    end_p50_s: float
+    imbalance: float
+    utilisation: float
+    shares: tuple[float, ...]
+    """Each worker's share of the requests."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One request on a worker."""
+
+    turn: Turn
+    lease: Lease
+    arrived_at: float
+    cached_tokens: int = 0
+    first_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Station:
+    """A worker and the engine behind it."""
+
+    worker: Worker
+    engine: SimulatedEngine
+    version: int = 0
+    """Counts agenda entries, so that all but the newest are ignored."""
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Our keys and the made-up tokens of trace blocks."""
+
+    size: int
+    seed: BlockKey
+    known: dict[int, BlockKey] = field(default_factory=dict)
+
+    def tokens(self, blocks: Iterable[int]) -> list[int]:
+        size = self.size
+        return [block for block in blocks for _ in range(size)]
+
+    def chain(self, turn: Turn) -> PrefixBlocks:
+        parent, known = self.seed, self.known
+        found: list[BlockKey] = []
+        for block in turn.blocks:
+            key = known.get(block)
+            if key is None:
+                key = known[block] = keys.chain(parent, self.tokens((block,)), self.size)[0]
+            found.append(key)
+            parent = key
+        return PrefixBlocks((Chain(found, turn.prompt_tokens),), turn.prompt_tokens, self.size)
+
+
+class Replay:
+    """One run. Construct, `run` once, read the report; `router` and `fleet` stay for a look at what was learned.
+
+    `speeds` gives each engine's speed, all 1 by default. `priors` are the speeds the gateway assumes at the start.
+    `sessions` says whether requests carry their session's name.
+    """
+
+    def __init__(
+        self,
+        turns: Sequence[Turn],
+        *,
+        policy: Policy,
+        model: EngineModel,
+        block_size: int,
+        workers: int,
+        seed: int = 0,
+        poll_s: float = 1.0,
+        sessions: bool = True,
+        speeds: Sequence[float] | None = None,
+        priors: tuple[PrefillRates, InterTokenRates] | None = None,
+        settings: RouterSettings | None = None,
+    ) -> None:
+        self.fleet = Fleet(priors=priors)
+        self.index = KvIndex()
+        self.router = Router(self.fleet, self.index, policy, rng=Random(seed), settings=settings)
+        self._turns = turns
+        self._poll_s = poll_s
+        self._name_sessions = sessions
+        self._blocks = _Blocks(block_size, keys.namespace(_MODEL))
+        self._stations = [
+            self._join(number, model, block_size, speeds[number] if speeds else 1.0) for number in range(workers)
+        ]
+        self._agenda: list[tuple[float, int, int, int, int]] = []
+        self._entries = 0
+        self._now = 0.0
+        self._next: dict[int, int] = {turn.after: turn.number for turn in turns if turn.after is not None}
+        self._flights: dict[int, _Flight] = {}
+        self.outcomes: list[Outcome] = []
+
+    def _join(self, number: int, model: EngineModel, block_size: int, speed: float) -> _Station:
+        engine = SimulatedEngine(model, block_size=block_size, speed=speed)
+        facts = WorkerFacts(EngineKind.UNKNOWN, "", (_MODEL,), block_size=block_size, kv_blocks=engine.capacity_blocks)
+        worker = self.fleet.add(WorkerSpec(WorkerId(f"w{number}"), f"sim://w{number}"), facts, 0.0)
+        self.index.bind(worker.slot, model=_MODEL, block_size=block_size)
+        return _Station(worker, engine)
+
+    def run(self) -> ReplayReport:
+        """Until the last request has ended."""
+        for turn in self._turns:
+            if turn.after is None:
+                self._enter(turn.at_s, _ARRIVAL, turn.number)
+        left = len(self._turns)
+        self._enter(0.0, _POLL)
+        self._enter(0.0, _EXPIRE)
+        while len(self.outcomes) < left:
+            self._now, _, kind, number, version = heapq.heappop(self._agenda)
+            if kind == _ARRIVAL:
+                self._arrive(self._turns[number])
+            elif kind == _ENGINE:
+                station = self._stations[number]
+                if version == station.version:
+                    self._take(station, station.engine.advance(self._now))
+            elif kind == _POLL:
+                self._poll()
+                self._enter(self._now + self._poll_s, _POLL)
+            else:
+                self.router.expire(self._now)
+                self._enter(self._now + _EXPIRE_S, _EXPIRE)
+        return self._report()
+
+    def _enter(self, at: float, kind: int, number: int = 0, version: int = 0) -> None:
+        self._entries += 1
+        heapq.heappush(self._agenda, (at, self._entries, kind, number, version))
+
+    # ---------------------------------------------------------------- what happens
+
+    def _arrive(self, turn: Turn) -> None:
+        session = str(turn.session) if self._name_sessions and turn.session is not None else None
+        request = InferenceRequest(
+            Endpoint.COMPLETIONS, str(turn.number), _MODEL, NoPrompt("trace"), stream=True, session=session
+        )
+        lease = self.router.route(request, self._blocks.chain(turn), self._now)
+        self._flights[turn.number] = _Flight(turn, lease, self._now)
+        station = self._stations[lease.worker.slot]
+        happenings = station.engine.submit(
+            turn.number,
+            turn.blocks,
+            prompt_tokens=turn.prompt_tokens,
+            output_tokens=max(1, turn.output_tokens),
+            now=self._now,
+        )
+        self._take(station, happenings)
+
+    def _take(self, station: _Station, happenings: Sequence[Happening]) -> None:
+        """Passes on what an engine reports, in its order, and asks to be woken for what comes next."""
+        slot = station.worker.slot
+        for happening in happenings:
+            match happening:
+                case Started(request=number, cached_tokens=cached):
+                    self._flights[number].cached_tokens = cached
+                case Stored(blocks=blocks, parent=parent):
+                    stored = BlocksStored(
+                        [EngineHash(block) for block in blocks],
+                        None if parent is None else EngineHash(parent),
+                        self._blocks.tokens(blocks),
+                        self._blocks.size,
+                    )
+                    self._announce(slot, stored)
+                case Removed(blocks=blocks):
+                    self._announce(slot, BlocksRemoved([EngineHash(block) for block in blocks]))
+                case FirstToken(request=number, at=at):
+                    flight = self._flights[number]
+                    flight.first_at = at
+                    flight.lease.first_byte(at)
+                case Finished(request=number, at=at):
+                    self._finish(self._flights.pop(number), at)
+                case Tokens() | Cleared():
+                    pass  # not at this grain; never asked for
+        station.version += 1
+        wake = station.engine.next_event_at()
+        if wake is not None:
+            self._enter(wake, _ENGINE, slot, station.version)
+
+    def _announce(self, slot: int, event: KvEvent) -> None:
+        self.index.apply(self._stations[slot].worker.slot, _RANK, [event])
+
+    def _finish(self, flight: _Flight, at: float) -> None:
+        turn = flight.turn
+        usage = Usage(turn.prompt_tokens, max(1, turn.output_tokens), flight.cached_tokens)
+        ending = Ending(Result.COMPLETED, 200, at, usage, first_byte_at=flight.first_at, last_byte_at=at)
+        self.outcomes.append(flight.lease.settle(ending, started_at=flight.arrived_at, stages=StageTimes()))
+        following = self._next.get(turn.number)
+        if following is not None:
+            self._enter(max(self._turns[following].at_s, at + TURN_GAP_S), _ARRIVAL, following)
+
+    def _poll(self) -> None:
+        for station in self._stations:
+            engine = station.engine
+            self._take(station, engine.advance(self._now))
+            counters = engine.counters
+            sample = LoadSample(
+                running=float(engine.running),
+                waiting=float(engine.waiting),
+                kv_usage=engine.kv_usage,
+                prefix_queries=float(counters.queried_tokens),
+                prefix_hits=float(counters.hit_tokens),
+            )
+            self.fleet.load(station.worker.id, sample, self._now)
+
+    # ---------------------------------------------------------------- figures
+
+    def _report(self) -> ReplayReport:
+        outcomes = self.outcomes
+        count = len(outcomes)
+        ttft = sorted(outcome.ttft_s or 0.0 for outcome in outcomes)
+        ends = sorted(outcome.ended_at - outcome.started_at for outcome in outcomes)
+        prompt = sum(outcome.prompt_tokens for outcome in outcomes)
+        busy = [station.engine.counters.prefill_busy_s for station in self._stations]
+        span = max(o.ended_at for o in outcomes) - min(o.started_at for o in outcomes)
+        placed = [station.engine.counters.finished for station in self._stations]
+        return ReplayReport(
+            requests=count,
+            hit=sum(outcome.delivered_tokens or 0 for outcome in outcomes) / prompt,
+            predicted=sum(outcome.predicted_tokens for outcome in outcomes) / prompt,
+            misses=sum(1 for outcome in outcomes if outcome.missed_tokens),
+            ttft_mean_s=sum(ttft) / count,
+            ttft_p50_s=_quantile(ttft, 0.5),
+            ttft_p90_s=_quantile(ttft, 0.9),
+            ttft_p99_s=_quantile(ttft, 0.99),
+            end_p50_s=_quantile(ends, 0.5),
+            imbalance=max(busy) / (sum(busy) / len(busy)),
+            utilisation=sum(busy) / len(busy) / span,
+            shares=tuple(number / count for number in placed),
+        )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

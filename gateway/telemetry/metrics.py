@@ -1,0 +1,195 @@
+"""Every metric of kvgate: names, types, labels, help.
+
+Rules:
+1. `METRICS` is the only place where a name, a label or a help text is written; the reference page is made of it.
+2. Label values come from configuration and from fixed words, never from clients.
+
+Nothing is counted here. Request counters live in `telemetry.requests`, all other numbers with their owners
+(`telemetry.readings`); `telemetry.exposition` reads both when a scrape comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+PREFIX = "kvgate_"
+
+
+class Kind(StrEnum):
+    """Prometheus type of a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class MetricSpec(NamedTuple):
+    """One metric as it is exposed; `name` is complete, with prefix and `_total`."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+
+_REQUEST = ("model", "pool", "worker")
+
+
+def _spec(name: str, kind: Kind, labels: Sequence[str], text: str) -> MetricSpec:
+    return MetricSpec(PREFIX + name, kind, tuple(labels), text)
+
+
+REQUESTS = _spec("requests_total", Kind.COUNTER, (*_REQUEST, "code"), "Requests ended, by HTTP status.")
+REQUEST_SECONDS = _spec(
+    "request_seconds", Kind.HISTOGRAM, _REQUEST, "Time from the first byte of the request to its end."
+)
+TTFT_SECONDS = _spec(
+    "ttft_seconds", Kind.HISTOGRAM, _REQUEST, "Time from the first byte of the request to the first of the answer."
+)
+INTER_TOKEN_SECONDS = _spec(
+    "inter_token_seconds", Kind.HISTOGRAM, _REQUEST, "Mean time between two tokens of one answer, once a request."
+)
+OVERHEAD_SECONDS = _spec(
+    "overhead_seconds",
+    Kind.HISTOGRAM,
+    ("stage",),
+    "Time the gateway itself took before the worker had the request, by stage; a stage that took none is left out.",
+)
+PROMPT_TOKENS = _spec("prompt_tokens_total", Kind.COUNTER, _REQUEST, "Prompt tokens of requests sent to a worker.")
+AVAILABLE_TOKENS = _spec(
+    "available_tokens_total", Kind.COUNTER, _REQUEST, "Prompt tokens the best worker of the pool held."
+)
+PREDICTED_TOKENS = _spec(
+    "predicted_tokens_total", Kind.COUNTER, _REQUEST, "Prompt tokens the chosen worker was predicted to hold."
+)
+DELIVERED_TOKENS = _spec(
+    "delivered_tokens_total", Kind.COUNTER, _REQUEST, "Prompt tokens the worker reported as taken from its cache."
+)
+REPORTED_PROMPT_TOKENS = _spec(
+    "reported_prompt_tokens_total",
+    Kind.COUNTER,
+    _REQUEST,
+    "Prompt tokens of requests whose worker reported cached tokens: the denominator of the delivered hit rate.",
+)
+ROUTE_PREDICTIONS = _spec(
+    "route_predictions_total",
+    Kind.COUNTER,
+    ("worker",),
+    "Predicted hits that could be checked against what the worker reported.",
+)
+ROUTE_MISSES = _spec(
+    "route_misses_total",
+    Kind.COUNTER,
+    ("worker", "cause"),
+    "Predicted hits of which more than a block and 10 % was not delivered, by cause.",
+)
+AFFINITY = _spec(
+    "affinity_total",
+    Kind.COUNTER,
+    ("result",),
+    "Requests by what became of their session: none, new, kept on its worker, moved.",
+)
+RETRIES = _spec(
+    "retries_total",
+    Kind.COUNTER,
+    ("reason",),
+    "Further workers tried before the first byte, by error of the failed try.",
+)
+WORKER_STATE = _spec("worker_state", Kind.GAUGE, ("worker", "state"), "1 for the state the worker is in, else 0.")
+WORKER_INFLIGHT_REQUESTS = _spec(
+    "worker_inflight_requests", Kind.GAUGE, ("worker",), "Requests this gateway has open on the worker."
+)
+WORKER_INFLIGHT_TOKENS = _spec(
+    "worker_inflight_tokens",
+    Kind.GAUGE,
+    ("worker",),
+    "Uncached prompt tokens this gateway sent and not yet seen answered.",
+)
+WORKER_WAITING_REQUESTS = _spec(
+    "worker_waiting_requests", Kind.GAUGE, ("worker",), "Requests waiting in the worker, as it says itself."
+)
+WORKER_KV_USAGE = _spec(
+    "worker_kv_usage_ratio", Kind.GAUGE, ("worker",), "Share of KV blocks held by running requests, as the worker says."
+)
+WORKER_TRUST = _spec("worker_trust", Kind.GAUGE, ("worker",), "How far the worker's index is believed, 0 to 1.")
+WORKER_LOAD_AGE = _spec(
+    "worker_load_age_seconds", Kind.GAUGE, ("worker",), "Age of the last load sample of the worker."
+)
+LOAD_POLLS = _spec("load_polls_total", Kind.COUNTER, ("worker", "result"), "Polls of a worker's load: ok, failed.")
+ACCOUNTING_DRIFT = _spec(
+    "accounting_drift", Kind.GAUGE, ("worker",), "Open leases minus open exchanges with the worker; must be 0."
+)
+INDEX_BLOCKS = _spec("index_blocks", Kind.GAUGE, ("worker", "tier"), "Blocks the index knows of a worker, by tier.")
+INDEX_BYTES = _spec("index_bytes", Kind.GAUGE, (), "Memory the index takes, estimated.")
+INDEX_ORPHANS = _spec(
+    "index_orphans", Kind.GAUGE, (), "Announced blocks whose head is unknown; not part of an overlap."
+)
+INDEX_TRUNCATED = _spec("index_truncated_total", Kind.COUNTER, (), "Blocks the index left out or dropped for a limit.")
+KV_EVENTS = _spec("kv_events_total", Kind.COUNTER, ("worker", "type"), "KV events received, by type.")
+KV_EVENT_GAPS = _spec("kv_event_gaps_total", Kind.COUNTER, ("worker",), "Gaps in the sequence of event messages.")
+KV_EVENT_REPLAYS = _spec(
+    "kv_event_replays_total", Kind.COUNTER, ("worker", "result"), "Replays asked of a worker, by result."
+)
+KV_EVENT_RESETS = _spec(
+    "kv_event_resets_total", Kind.COUNTER, ("worker",), "Times a worker's index was dropped and learned anew."
+)
+KV_EVENT_ERRORS = _spec("kv_event_errors_total", Kind.COUNTER, ("worker",), "Event messages that could not be read.")
+KV_EVENT_AGE = _spec("kv_event_age_seconds", Kind.GAUGE, ("worker",), "Time since the last event message of a worker.")
+KV_BLOCKS_IGNORED = _spec(
+    "kv_blocks_ignored_total",
+    Kind.COUNTER,
+    ("worker", "reason"),
+    "Announced blocks left out; cache_group (hybrid models) and unknown_removal (after a start) are usual.",
+)
+KV_BLOCKS_STORED = _spec(
+    "kv_blocks_stored_total", Kind.COUNTER, ("worker", "tier"), "Blocks a worker announced as stored, by tier."
+)
+KV_BLOCKS_REMOVED = _spec(
+    "kv_blocks_removed_total", Kind.COUNTER, ("worker", "tier"), "Blocks a worker announced as removed, by tier."
+)
+
+METRICS: tuple[MetricSpec, ...] = (
+    REQUESTS,
+    REQUEST_SECONDS,
+    TTFT_SECONDS,
+    INTER_TOKEN_SECONDS,
+    OVERHEAD_SECONDS,
+    PROMPT_TOKENS,
+    AVAILABLE_TOKENS,
+    PREDICTED_TOKENS,
+    DELIVERED_TOKENS,
+    REPORTED_PROMPT_TOKENS,
+    ROUTE_PREDICTIONS,
+    ROUTE_MISSES,
+    AFFINITY,
+    RETRIES,
+    WORKER_STATE,
+    WORKER_INFLIGHT_REQUESTS,
+    WORKER_INFLIGHT_TOKENS,
+    WORKER_WAITING_REQUESTS,
+    WORKER_KV_USAGE,
+    WORKER_TRUST,
+    WORKER_LOAD_AGE,
+    LOAD_POLLS,
+    ACCOUNTING_DRIFT,
+    INDEX_BLOCKS,
+    INDEX_BYTES,
+    INDEX_ORPHANS,
+    INDEX_TRUNCATED,
+    KV_EVENTS,
+    KV_EVENT_GAPS,
+    KV_EVENT_REPLAYS,
+    KV_EVENT_RESETS,
+    KV_EVENT_ERRORS,
+    KV_EVENT_AGE,
+    KV_BLOCKS_STORED,
+    KV_BLOCKS_REMOVED,
+    KV_BLOCKS_IGNORED,
+)
+
+
+def describe_metrics() -> list[tuple[str, str, tuple[str, ...], str]]:
+    """Every metric as (name, type, labels, help), in the order of the exposition; for the reference page."""
+    return [(spec.name, spec.kind.value, spec.labels, spec.help) for spec in METRICS]

@@ -1,0 +1,85 @@
+"""What the owners of state say about themselves when metrics are scraped.
+
+The runtime implements `Readings` over the fleet, the index, the feeds, the pollers and the upstream; tests give
+numbers.
+Everything is read on the loop thread, at once, so one scrape shows one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.records import Tier, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReading:
+    """One worker now. `states` are all states there are, in a fixed order, `state` the one it is in.
+
+    `waiting_requests` and `kv_usage` are the worker's own words, None before its first load sample; `load_age_s` is
+    the sample's age. `open_streams` counts the edge's open exchanges with the worker: leases minus these must be 0.
+    """
+
+    worker: WorkerId
+    state: str
+    states: tuple[str, ...]
+    inflight_requests: int
+    inflight_tokens: int
+    open_streams: int
+    waiting_requests: float | None = None
+    kv_usage: float | None = None
+    load_age_s: float | None = None
+    trust: float | None = None
+    blocks: Mapping[Tier, int] = field(default_factory=dict)
+    polls_ok: int = 0
+    polls_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FeedReading:
+    """The event feed of one worker, all ranks together; everything but the age counts since the feed began.
+
+    `events` by type (`stored`, `removed`, `cleared`), `replays` by result (`complete`, `history_gone`, ...), `ignored`
+    blocks by reason. `age_s` is the time since the last message that was applied, None before the first. `phases` says
+    for each rank where its feed stands.
+    """
+
+    worker: WorkerId
+    events: Mapping[str, int] = field(default_factory=dict)
+    gaps: int = 0
+    replays: Mapping[str, int] = field(default_factory=dict)
+    resets: int = 0
+    errors: int = 0
+    age_s: float | None = None
+    blocks_stored: Mapping[Tier, int] = field(default_factory=dict)
+    blocks_removed: Mapping[Tier, int] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    phases: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReading:
+    """The index as a whole: bytes it takes (an estimate), blocks that wait for their head, blocks left out or dropped
+    for a limit since the start."""
+
+    bytes: int
+    orphans: int = 0
+    truncated: int = 0
+
+
+class Readings(Protocol):
+    """The owners, as metrics see them."""
+
+    def workers(self) -> Iterable[WorkerReading]:
+        """Every worker of the fleet."""
+        ...
+
+    def feeds(self) -> Iterable[FeedReading]:
+        """Every worker with an event feed."""
+        ...
+
+    def index(self) -> IndexReading:
+        """The index."""
+        ...

@@ -1,0 +1,98 @@
+"""Control traffic: small GETs against workers, for probes and load polls. Inference never goes this way.
+
+Rules:
+1. One call has one deadline over everything (connect, wait, read), so a worker that trickles bytes costs no more
+   than one that is silent.
+2. An answer is read up to `max_bytes`; a worker that sends more is at fault.
+3. Each worker has its own connections without a shared limit, so a hanging worker delays nobody else.
+4. Every failure is a `ProbeFailed` whose message names the address and the likely fix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import httpx
+
+from gateway.errors import GatewayError
+
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
+"""Largest known answers: `/metrics` of SGLang with 92 KB a scheduler, `/server_info` with 37 KB."""
+
+
+class ProbeFailed(GatewayError):
+    """A worker could not be asked. For operators: the message holds the address and what to do about it."""
+
+    status = 502
+    type = "upstream_error"
+    code = "probe_failed"
+
+
+class Answer(NamedTuple):
+    """Status and whole body of an answer, whatever the status is."""
+
+    status: int
+    body: bytes
+
+
+class ControlClient:
+    """GETs over one httpx client; made by `open_control_client`, shared by all probes and polls."""
+
+    def __init__(self, http: httpx.AsyncClient, *, timeout_s: float = 5.0, max_bytes: int = MAX_ANSWER_BYTES) -> None:
+        self._http = http
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+
+    async def get(self, url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> Answer:
+        """Any answer is returned, also 4xx and 5xx. Raises ProbeFailed: no connection, deadline, too large."""
+        # Identity: compressing 65 KB of metrics costs the worker more than sending them.
+        headers = {"accept-encoding": "identity"}
+        if api_key:
+            headers["authorization"] = f"Bearer {api_key}"
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit_s), self._http.stream("GET", url, headers=headers) as response:
+                return Answer(response.status_code, await self._body(response, url))
+        except TimeoutError as error:
+            raise ProbeFailed(
+                f"{url} did not answer within {limit_s:g} s; is the worker overloaded or stuck?"
+            ) from error
+        except httpx.InvalidURL as error:
+            raise ProbeFailed(f"{url} is no usable address ({error}); write it as http://host:port") from error
+        except httpx.UnsupportedProtocol as error:
+            raise ProbeFailed(f"{url} does not start with http:// or https://") from error
+        except httpx.ConnectError as error:
+            raise ProbeFailed(
+                f"no connection to {url} ({error}); is the worker running, and are host, port and TLS right?"
+            ) from error
+        except httpx.HTTPError as error:
+            raise ProbeFailed(
+                f"{url} broke off the answer ({type(error).__name__}: {error}); is this an HTTP server?"
+            ) from error
+
+    async def _body(self, response: httpx.Response, url: str) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async for part in response.aiter_bytes():
+            size += len(part)
+            if size > self._max_bytes:
+                raise ProbeFailed(f"{url} answered more than {self._max_bytes} bytes; is this an inference worker?")
+            parts.append(part)
+        return b"".join(parts)
+
+
+@contextlib.asynccontextmanager
+async def open_control_client(
+    *, timeout_s: float = 5.0, max_bytes: int = MAX_ANSWER_BYTES, tls: ssl.SSLContext | bool = True
+) -> AsyncIterator[ControlClient]:
+    """The client for the life of the process. Proxies and netrc of the environment are not used: only the
+    configuration decides where traffic goes. `tls` is httpx's `verify`."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+    async with httpx.AsyncClient(
+        limits=limits, timeout=None, verify=tls, trust_env=False, follow_redirects=False
+    ) as http:
+        yield ControlClient(http, timeout_s=timeout_s, max_bytes=max_bytes)

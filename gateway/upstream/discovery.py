@@ -1,0 +1,278 @@
+"""What a worker is, learned from its URL alone: engine, models, cache geometry, event endpoints.
+
+Asked: `/v1/models`, then all at once `/version` (vLLM), `/server_info` or `/get_server_info` (SGLang), `/metrics`,
+`/kv_event_sources` (vLLM 0.31 on). What `WorkerSpec` states wins over what the worker says.
+
+Rules:
+1. One call is one try. Whoever calls retries a worker that is not up yet.
+2. Only `/v1/models` and what tells the engine must answer; anything else missing becomes a finding, and the worker
+   serves without it.
+3. Nothing of `/server_info` is kept beyond the named fields: it holds the engine's own keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.records import EngineKind, WorkerFacts, WorkerSpec
+from gateway.upstream.control import Answer, ControlClient, ProbeFailed
+from gateway.upstream.endpoints import SglangEvents, VllmSource, configured_sources, sglang_sources, vllm_sources
+from gateway.upstream.load import read_series, start_time, vllm_cache
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    owned_by: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _ServerInfo(msgspec.Struct):
+    """`model_path` is what tells SGLang from other servers that have a path of this name."""
+
+    model_path: str
+    tokenizer_path: str | None = None
+    version: str = ""
+    page_size: int | None = None
+    max_total_num_tokens: int | None = None
+    dp_size: int = 1
+    disable_radix_cache: bool | None = None
+    enable_cache_report: bool | None = None
+    kv_events: SglangEvents | None = None
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Everything the worker said, decoded; None where it does not have the path."""
+
+    models: _Models
+    version: _Version | None
+    info: _ServerInfo | None
+    metrics: bytes
+    sources: dict[int, VllmSource] | None
+    findings: tuple[str, ...]
+
+
+async def probe(spec: WorkerSpec, client: ControlClient) -> WorkerFacts:
+    """Asks the worker once. Raises ProbeFailed when it is not there, not ready or no inference server; the message
+    says what to do."""
+    said = await _ask(spec, client)
+    findings = list(said.findings)
+    engine, version = _engine(spec, said)
+    models, adapters = _models(spec, said.models)
+    info = read_series(said.metrics, "vllm:cache_config_info")
+    host = urlsplit(spec.url).hostname or ""
+    match engine:
+        case EngineKind.VLLM:
+            block_size, kv_blocks = vllm_cache(info)
+            if info and info[0].labels.get("enable_prefix_caching") == "False":
+                findings.append("prefix caching is off: start vLLM with --enable-prefix-caching")
+            sources = vllm_sources(said.sources, host, findings, wanted=spec.kv_events is None)
+            ranks = max(len(info), len(sources), 1)
+        case EngineKind.SGLANG:
+            block_size, kv_blocks = _sglang_cache(said, findings)
+            sources = sglang_sources(
+                said.info.kv_events if said.info else None, host, findings, wanted=spec.kv_events is None
+            )
+            ranks = max(said.info.dp_size if said.info else 1, len(sources), 1)
+        case EngineKind.UNKNOWN:
+            block_size, kv_blocks, sources, ranks = None, None, {}, 1
+            findings.append(
+                "neither vLLM nor SGLang: what it caches is unknown; if it is one of them behind a proxy, set engine"
+            )
+    if spec.block_size is not None and block_size not in (None, spec.block_size):
+        findings.append(
+            f"block_size {spec.block_size} is configured, the worker says {block_size}: no block will match; "
+            "remove block_size from the configuration"
+        )
+    return WorkerFacts(
+        engine=engine,
+        version=version,
+        models=models,
+        adapters=adapters,
+        block_size=spec.block_size or block_size,
+        kv_blocks=kv_blocks,
+        max_model_len=next((model.max_model_len for model in said.models.data if model.max_model_len), None),
+        events=configured_sources(spec, host, sources, ranks),
+        start_time_unix=start_time(said.metrics),
+        findings=tuple(findings),
+        root=_root(said, models),
+    )
+
+
+# --------------------------------------------------------------------------- asking
+
+
+async def _ask(spec: WorkerSpec, client: ControlClient) -> _Answers:
+    wants_vllm = spec.engine is not EngineKind.SGLANG
+    wants_sglang = spec.engine is not EngineKind.VLLM
+    findings: list[str] = []
+    models = await client.get(f"{spec.url}/v1/models", api_key=spec.api_key)
+    _check_models(spec, models)
+    try:
+        async with asyncio.TaskGroup() as group:
+            asking_version = group.create_task(_if(wants_vllm, client, spec, "/version"))
+            asking_info = group.create_task(_server_info(wants_sglang, client, spec))
+            asking_metrics = group.create_task(_optional(True, client, spec, "/metrics", findings))
+            asking_sources = group.create_task(_optional(wants_vllm, client, spec, "/kv_event_sources", findings))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    version, info, metrics = asking_version.result(), asking_info.result(), asking_metrics.result()
+    if metrics is None or metrics.status != 200:
+        findings.append(
+            "/metrics is not to be had: load, cache size and restarts of the worker are unknown"
+            + ("; start SGLang with --enable-metrics" if info is not None else "")
+        )
+    return _Answers(
+        models=_decode(models, _Models, f"{spec.url}/v1/models"),
+        version=_maybe(version, _Version),
+        info=info,
+        metrics=metrics.body if metrics is not None and metrics.status == 200 else b"",
+        sources=_rank_sources(asking_sources.result()),
+        findings=tuple(findings),
+    )
+
+
+async def _if(wanted: bool, client: ControlClient, spec: WorkerSpec, path: str) -> Answer | None:
+    return await client.get(spec.url + path, api_key=spec.api_key) if wanted else None
+
+
+async def _server_info(wanted: bool, client: ControlClient, spec: WorkerSpec) -> _ServerInfo | None:
+    for path in ("/server_info", "/get_server_info"):  # the second up to 0.5.7
+        answer = await _if(wanted, client, spec, path)
+        if (info := _maybe(answer, _ServerInfo)) is not None:
+            return info
+    return None
+
+
+async def _optional(
+    wanted: bool, client: ControlClient, spec: WorkerSpec, path: str, findings: list[str]
+) -> Answer | None:
+    try:
+        return await _if(wanted, client, spec, path)
+    except ProbeFailed as error:
+        findings.append(error.message)
+        return None
+
+
+def _check_models(spec: WorkerSpec, answer: Answer) -> None:
+    match answer.status:
+        case 200:
+            return
+        case 401 | 403:
+            fix = "the worker wants an API key; set api_key of this worker"
+        case 404:
+            fix = "this is no OpenAI-compatible server, or the URL has a path too many"
+        case 503:
+            fix = "the worker is still loading its model"
+        case _:
+            fix = "look into the worker's log"
+    raise ProbeFailed(f"worker {spec.name}: {spec.url}/v1/models answered {answer.status}; {fix}")
+
+
+def _decode(answer: Answer, shape: type[_T], where: str) -> _T:
+    try:
+        return msgspec.json.decode(answer.body, type=shape)
+    except msgspec.MsgspecError as error:
+        raise ProbeFailed(f"{where} answered something unexpected ({error}); is this an inference worker?") from error
+
+
+def _maybe(answer: Answer | None, shape: type[_T]) -> _T | None:
+    """None when the path is missing or belongs to something else with the same name."""
+    if answer is None or answer.status != 200:
+        return None
+    try:
+        return msgspec.json.decode(answer.body, type=shape)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _rank_sources(answer: Answer | None) -> dict[int, VllmSource] | None:
+    """vLLM keys the ranks by their number as a string. None: the path is missing or unreadable."""
+    ranks = _maybe(answer, dict[int, VllmSource])
+    if ranks is None:
+        return None
+    return {rank: item for rank, item in ranks.items() if item.enable_kv_cache_events and item.publisher == "zmq"}
+
+
+# --------------------------------------------------------------------------- engine and models
+
+
+def _engine(spec: WorkerSpec, said: _Answers) -> tuple[EngineKind, str]:
+    kind = spec.engine if spec.engine is not EngineKind.UNKNOWN else _recognised(said)
+    if kind is EngineKind.SGLANG and said.info is not None:
+        return kind, said.info.version
+    return kind, said.version.version if said.version is not None else ""
+
+
+def _recognised(said: _Answers) -> EngineKind:
+    if said.version is not None:
+        return EngineKind.VLLM
+    if said.info is not None:
+        return EngineKind.SGLANG
+    owners = {model.owned_by for model in said.models.data}  # behind a proxy only the OpenAI paths may be left
+    return next((kind for kind in EngineKind if kind in owners), EngineKind.UNKNOWN)
+
+
+def _models(spec: WorkerSpec, said: _Models) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Names of base models, and adapter -> base. An adapter whose base is not served under the name it gives belongs
+    to the first base."""
+    bases = [model.id for model in said.data if model.parent is None]
+    if not bases:
+        raise ProbeFailed(f"worker {spec.name}: {spec.url}/v1/models names no model; is one loaded?")
+    adapters = {
+        model.id: model.parent if model.parent in bases else bases[0] for model in said.data if model.parent is not None
+    }
+    if not spec.models:
+        return tuple(bases), adapters
+    missing = [name for name in spec.models if name not in bases and name not in adapters]
+    # SGLang serves any name, so a configured one it does not announce is fine there.
+    if missing and any(model.owned_by == EngineKind.VLLM for model in said.data):
+        raise ProbeFailed(
+            f"worker {spec.name}: serves {', '.join([*bases, *adapters])}, but models says {', '.join(missing)}; "
+            "correct models or the worker's --served-model-name"
+        )
+    chosen = {name: base for name, base in adapters.items() if name in spec.models}
+    return tuple(name for name in spec.models if name not in chosen), chosen
+
+
+def _root(said: _Answers, models: tuple[str, ...]) -> str | None:
+    """Where the first base model's tokenizer is, as the worker sees it. SGLang's `/v1/models` only repeats the name."""
+    if said.info is not None:
+        return said.info.tokenizer_path or said.info.model_path
+    return next((model.root for model in said.models.data if model.id in models), None)
+
+
+# --------------------------------------------------------------------------- cache geometry
+
+
+def _sglang_cache(said: _Answers, findings: list[str]) -> tuple[int | None, int | None]:
+    info = said.info
+    if info is None:
+        return None, None
+    if info.disable_radix_cache:
+        findings.append("prefix caching is off: start SGLang without --disable-radix-cache")
+    if info.enable_cache_report is False:
+        findings.append("hits are not reported with answers: start SGLang with --enable-cache-report")
+    block_size = (info.kv_events.block_size if info.kv_events is not None else None) or info.page_size
+    if block_size == 1:
+        findings.append("page size 1 makes an event a token: start SGLang with --page-size 16 or more")
+    tokens = info.max_total_num_tokens
+    return block_size, tokens * info.dp_size // block_size if tokens and block_size else None

@@ -1,0 +1,185 @@
+"""Where a worker publishes its KV events and answers replays, as the gateway can reach it.
+
+Rules:
+1. A wildcard host becomes the worker's own host, from its URL.
+2. Data-parallel ranks publish at the port of rank 0 plus their number; so do their replay sockets.
+3. An address the gateway could not connect to is left out and becomes a finding with the fix: a PUB socket that
+   connects instead of binding, a loopback address on another machine, a transport without an address.
+4. What is configured wins, rank by rank.
+
+Wire formats: `GET /kv_event_sources` of vLLM (0.31 on), `kv_events` in SGLang's `GET /server_info` (0.5.13 on).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+import msgspec
+
+from gateway.records import EventSource, WorkerSpec
+
+_VLLM_EVENTS_FIX = (
+    "start vLLM with --kv-events-config "
+    '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:5657"}\''
+)
+_SGLANG_EVENTS_FIX = (
+    "start SGLang with --kv-events-config "
+    '\'{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}\''
+)
+_WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "[::]", "::"})
+
+
+class VllmSource(msgspec.Struct):
+    """One rank of vLLM's `/kv_event_sources`."""
+
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    topic: str = ""
+    publisher: str | None = "zmq"
+    enable_kv_cache_events: bool = True
+
+
+class SglangEvents(msgspec.Struct):
+    """`kv_events` of SGLang's `/server_info` (0.5.13 on)."""
+
+    endpoint_port_base: int
+    endpoint_host: str = "*"
+    topic: str = ""
+    block_size: int | None = None
+    dp_size: int = 1
+    replay_endpoint_port_base: int | None = None
+
+
+def vllm_sources(
+    said: Mapping[int, VllmSource] | None, host: str, findings: list[str], *, wanted: bool
+) -> dict[int, EventSource]:
+    """Sources by rank. `said` is None where the worker does not have the path, empty where events are off; `wanted`
+    says that nothing is configured, so that absence is worth a finding."""
+    if not said:
+        if wanted:
+            lead = "KV events are off" if said is not None else "this vLLM cannot say where its KV events are"
+            also = "" if said is not None else ", and set kv_events of this worker to tcp://host:5557"
+            findings.append(f"{lead}: {_VLLM_EVENTS_FIX}{also}")
+        return {}
+    # Addresses come with the rank's port already; should two ranks name the same one, it is the base address.
+    same = len(said) > 1 and len({item.endpoint for item in said.values()}) == 1
+    sources: dict[int, EventSource] = {}
+    for rank, item in sorted(said.items()):
+        shift = rank if same else 0
+        events = _reachable(item.endpoint, host, shift)
+        if not _binds(item.endpoint):
+            findings.append(
+                f"the event socket connects to {item.endpoint} instead of binding, so nobody can subscribe: "
+                "write the endpoint of --kv-events-config with a star, tcp://*:5557"
+            )
+        elif events is None:
+            findings.append(f"KV events at {item.endpoint} cannot be reached from here: use tcp://*:5557")
+        else:
+            replay = _replay(item.replay_endpoint, host, shift, findings)
+            sources[rank] = EventSource(rank=rank, endpoint=events, replay_endpoint=replay, topic=item.topic)
+    return sources
+
+
+def _replay(endpoint: str | None, host: str, shift: int, findings: list[str]) -> str | None:
+    if not endpoint:
+        findings.append("KV events have no replay: add a replay_endpoint (tcp://*:5657) to --kv-events-config")
+        return None
+    reachable = _reachable(endpoint, host, shift)
+    if reachable is None:
+        findings.append(f"replay at {endpoint} cannot be reached from here: use tcp://*:5657")
+    return reachable
+
+
+def sglang_sources(
+    events: SglangEvents | None, host: str, findings: list[str], *, wanted: bool
+) -> dict[int, EventSource]:
+    """Sources by rank; `events` is None where nothing is announced or the release cannot tell."""
+    if events is None:
+        if wanted:
+            findings.append(f"no KV events announced: {_SGLANG_EVENTS_FIX} (SGLang 0.5.13 or newer tells where)")
+        return {}
+    base = _reachable(f"tcp://{_bracketed(events.endpoint_host)}:{events.endpoint_port_base}", host, 0)
+    if base is None:
+        findings.append(f"KV events at {events.endpoint_host} cannot be reached from here: use tcp://*:5557")
+        return {}
+    replay = None
+    if events.replay_endpoint_port_base is not None:  # the host of the replay socket is not told
+        replay = f"tcp://{_bracketed(host)}:{events.replay_endpoint_port_base}"
+    else:
+        findings.append("KV events have no replay: add a replay_endpoint (tcp://*:5657) to --kv-events-config")
+    return {
+        rank: EventSource(
+            rank=rank,
+            endpoint=_shifted(base, rank),
+            replay_endpoint=_shifted(replay, rank) if replay is not None else None,
+            topic=events.topic,
+        )
+        for rank in range(max(events.dp_size, 1))
+    }
+
+
+def configured_sources(
+    spec: WorkerSpec, host: str, probed: Mapping[int, EventSource], ranks: int
+) -> tuple[EventSource, ...]:
+    """What the configuration says, laid over what the worker says. A configured address is rank 0's; the others
+    follow at port + rank, as engines place them."""
+    if spec.kv_events == "":
+        return ()
+    numbers = sorted(probed) if spec.kv_events is None else sorted({*probed, *range(ranks)})
+    sources: list[EventSource] = []
+    for rank in numbers:
+        known = probed.get(rank)
+        endpoint = known.endpoint if known is not None else ""
+        if spec.kv_events is not None:
+            endpoint = _shifted(_with_host(spec.kv_events, host), rank)
+        replay = known.replay_endpoint if known is not None else None
+        if spec.kv_replay is not None:
+            replay = _shifted(_with_host(spec.kv_replay, host), rank) if spec.kv_replay else None
+        topic = known.topic if known is not None else ""
+        sources.append(EventSource(rank=rank, endpoint=endpoint, replay_endpoint=replay, topic=topic))
+    return tuple(sources)
+
+
+def _binds(endpoint: str) -> bool:
+    """vLLM's rule for its PUB socket (`distributed/kv_events.py`); anything else makes it connect."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def _reachable(endpoint: str, host: str, rank: int) -> str | None:
+    """The address to connect to from here, or None where there is none."""
+    if endpoint.startswith("ipc://"):
+        return endpoint if _is_loopback(host) else None
+    if not endpoint.startswith("tcp://"):
+        return None
+    there = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if _is_loopback(there.strip("[]")) and not _is_loopback(host):
+        return None
+    return _shifted(_with_host(endpoint, host), rank)
+
+
+def _with_host(endpoint: str, host: str) -> str:
+    """A wildcard host replaced by the worker's."""
+    there, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if endpoint.startswith("tcp://") and there in _WILDCARD_HOSTS:
+        return f"tcp://{_bracketed(host)}:{port}"
+    return endpoint
+
+
+def _shifted(endpoint: str, rank: int) -> str:
+    front, _, port = endpoint.rpartition(":")
+    return f"{front}:{int(port) + rank}" if rank and port.isdigit() else endpoint
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,160 @@
+"""The client of the data plane: one request to one worker, and its answer as a stream of bytes.
+
+Rules:
+1. `open` counts a stream at once, synchronously; it is counted until its connection has nothing more to do with it.
+   Leases minus `open_streams` must be 0 whenever no code runs between reserving and opening.
+2. A kept connection that the worker closed before any byte of an answer costs nothing: the request goes out once more,
+   on a fresh connection to the same worker.
+3. Every other failure before the head is a WorkerError and the caller's business. After the head it goes to the sink.
+4. `abort` is synchronous, may come at any moment, and ends the worker's work by closing its connection.
+
+It never looks into bodies and chooses no worker.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import Counter
+from collections.abc import Callable
+
+from gateway.records import WorkerId, WorkerSpec
+from gateway.upstream.connections import (
+    AnswerSink,
+    Connection,
+    StaleConnection,
+    Timeouts,
+    WorkerConnections,
+)
+from gateway.upstream.deadlines import Deadlines
+from gateway.upstream.headers import AnswerHead, RequestHead
+
+
+class UpstreamStream:
+    """One request on one worker, from `Upstream.open` to its end."""
+
+    __slots__ = ("_connection", "_connections", "_counts", "_open", "connected_at")
+
+    def __init__(self, connections: WorkerConnections, counts: Counter[WorkerId]) -> None:
+        self._connections = connections
+        self._connection: Connection | None = None
+        self._open = True
+        self._counts = counts
+        counts[connections.spec.name] += 1
+        self.connected_at = 0.0
+        """When a connection was at hand; known once an answer has come."""
+
+    async def send(self, head: RequestHead, body: bytes, *, total_at: float) -> AnswerHead:
+        """Send the request and wait for the head of the answer. Raises WorkerError."""
+        connections = self._connections
+        raw = head.to_worker(connections.host_header, connections.credentials, len(body))
+        try:
+            connection = connections.take()
+            if connection is not None:
+                try:
+                    return await self._ask(connection, raw, body, total_at)
+                except StaleConnection:
+                    pass
+            return await self._ask(await connections.connect(), raw, body, total_at)
+        except BaseException:
+            self.abort()
+            raise
+
+    def relay_to(self, sink: AnswerSink) -> None:
+        """From here on the body goes to `sink`, synchronously, as it arrives."""
+        assert self._connection is not None
+        self._connection.relay_to(sink)
+
+    def pause(self) -> None:
+        """The sink takes no more for now."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """The sink takes bytes again."""
+        if self._connection is not None:
+            self._connection.resume()
+
+    def abort(self) -> None:
+        """End it now; the sink hears nothing. Without effect when it is over."""
+        if self._open and self._connection is not None:
+            self._connection.abort()
+        self._over()
+
+    async def _ask(self, connection: Connection, raw: bytes, body: bytes, total_at: float) -> AnswerHead:
+        self._connection = connection
+        self.connected_at = self._connections.clock()
+        return await connection.send(raw, body, total_at=total_at, on_over=self._over)
+
+    def _over(self) -> None:
+        if self._open:
+            self._open = False
+            self._connection = None
+            worker = self._connections.spec.name
+            self._counts[worker] -= 1
+            if not self._counts[worker]:
+                del self._counts[worker]
+
+
+class Upstream:
+    """Connections to all workers. One for the process; made and closed by the composition root."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        timeouts: Timeouts | None = None,
+        tls: ssl.SSLContext | None = None,
+        max_idle_per_worker: int = 256,
+        tick_s: float = 0.25,
+    ) -> None:
+        """`tls` is used for workers with an https URL. `tick_s` is the precision of the timeouts."""
+        self.timeouts = timeouts or Timeouts()
+        self._clock = clock
+        self._tls = tls
+        self._max_idle = max_idle_per_worker
+        self._deadlines = Deadlines(clock, tick_s=tick_s)
+        self._workers: dict[WorkerId, WorkerConnections] = {}
+        self._counts: Counter[WorkerId] = Counter()
+
+    def open(self, worker: WorkerSpec) -> UpstreamStream:
+        """Begin a stream; does no I/O yet."""
+        connections = self._workers.get(worker.name)
+        if connections is None or connections.spec != worker:
+            connections = self._renew(worker)
+        return UpstreamStream(connections, self._counts)
+
+    def open_streams(self, worker: WorkerId | None = None) -> int:
+        """Streams of a worker (or of all) that are not over, also those of workers that left."""
+        return self._counts.total() if worker is None else self._counts[worker]
+
+    def idle_connections(self, worker: WorkerId) -> int:
+        """Kept connections of a worker."""
+        connections = self._workers.get(worker)
+        return connections.idle if connections is not None else 0
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker left the fleet: close its idle connections. Streams that run go on."""
+        connections = self._workers.pop(worker, None)
+        if connections is not None:
+            connections.close_idle()
+
+    def close(self) -> None:
+        """Drop every connection; streams that still run fail."""
+        for connections in self._workers.values():
+            connections.shut()
+        self._workers.clear()
+
+    def _renew(self, worker: WorkerSpec) -> WorkerConnections:
+        old = self._workers.get(worker.name)
+        connections = WorkerConnections(
+            worker,
+            timeouts=self.timeouts,
+            clock=self._clock,
+            deadlines=self._deadlines,
+            tls=self._tls,
+            max_idle=self._max_idle,
+        )
+        if old is not None:
+            old.close_idle()
+        self._workers[worker.name] = connections
+        return connections

@@ -1,0 +1,241 @@
+"""Who is in the fleet: a worker's way from its address to its departure.
+
+Rules:
+1. A worker that was asked for is probed until it answers, then joins the fleet, is bound to the index, its event feeds
+   and its load poll start. Probing goes on every `refresh_s`: adapters and cache sizes change while a worker runs.
+2. The index keeps a worker's blocks in the block size of its pool's keys. When a newcomer changes that size, the
+   pool's workers are bound anew and their feeds learn them anew.
+3. Leaving is complete: tasks end, index, connections and metrics forget the worker; open requests run to their end.
+
+It decides nothing about requests and keeps no load numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import structlog
+import zmq
+
+from gateway.kv import KvIndex
+from gateway.pool import Fleet, Worker
+from gateway.records import EventSource, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.upstream.control import ControlClient, ProbeFailed
+from gateway.upstream.discovery import probe
+from gateway.upstream.kv_feed import KvFeed
+from gateway.upstream.load import LoadPoller
+
+_FIRST_RETRY_S = 0.25
+_LONGEST_RETRY_S = 5.0
+
+
+class Tasks(Protocol):
+    """Where background work runs (`runtime.Supervisor`)."""
+
+    def start(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Run in the background; restarted when it fails."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """Cancel and wait; unknown names are fine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipSettings:
+    """Periods in seconds."""
+
+    poll_s: float = 1.0
+    refresh_s: float = 10.0
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker that was asked for. `error` says why it has not joined, or why the last refresh failed."""
+
+    spec: WorkerSpec
+    slot: Slot | None = None
+    block_size: int = 0
+    facts: WorkerFacts | None = None
+    feeds: dict[EventSource, KvFeed] = field(default_factory=dict)
+    poller: LoadPoller | None = None
+    error: str | None = None
+
+    @property
+    def caught_up(self) -> bool:
+        """Joined, and every feed shows what its rank published."""
+        return self.slot is not None and all(feed.caught_up for feed in self.feeds.values())
+
+
+class Membership:
+    """All members by name. `on_joining` runs before a worker joins (its model's tokenizer is made ready there);
+    `on_left` when it has gone."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        index: KvIndex,
+        control: ControlClient,
+        tasks: Tasks,
+        context: zmq.Context[Any],
+        clock: Callable[[], float],
+        rng: Random,
+        on_joining: Callable[[WorkerSpec, WorkerFacts], Awaitable[None]],
+        on_left: Callable[[WorkerId], None],
+        settings: MembershipSettings | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._control = control
+        self._tasks = tasks
+        self._context = context
+        self._clock = clock
+        self._rng = rng
+        self._on_joining = on_joining
+        self._on_left = on_left
+        self._settings = settings or MembershipSettings()
+        self._turns = asyncio.Lock()
+        self._members: dict[WorkerId, Member] = {}
+        self._log = structlog.get_logger("kvgate.membership")
+        self.members: Mapping[WorkerId, Member] = MappingProxyType(self._members)
+
+    def expect(self, spec: WorkerSpec) -> None:
+        """Let a worker join as soon as it answers."""
+        self._members[spec.name] = Member(spec)
+        self._tasks.start(f"worker {spec.name}", lambda: self._follow(spec.name))
+
+    async def add(self, spec: WorkerSpec) -> None:
+        """Let a worker join now. Raises ProbeFailed when it does not answer: then nothing has changed."""
+        facts = await probe(spec, self._control)
+        if spec.name in self._members:
+            await self.leave(spec.name)
+        member = self._members[spec.name] = Member(spec)
+        await self._join(member, facts)
+        self._tasks.start(f"worker {spec.name}", lambda: self._follow(spec.name))
+
+    async def leave(self, worker_id: WorkerId) -> None:
+        """Take a worker out; unknown names are fine. No new request goes there once this has begun."""
+        member = self._members.pop(worker_id, None)
+        if member is None:
+            return
+        self._fleet.remove(worker_id, self._clock())
+        await self._tasks.stop(f"worker {worker_id}")
+        await self._stop_feeds(member, list(member.feeds))
+        if member.poller is not None:
+            await self._tasks.stop(f"load {worker_id}")
+        if member.slot is not None:
+            self._index.release(member.slot)
+        self._fit_block_sizes()
+        self._on_left(worker_id)
+        self._log.info("worker left", worker=worker_id)
+
+    # ------------------------------------------------------------------ one worker
+
+    async def _follow(self, worker_id: WorkerId) -> None:
+        """Probe until the worker joins, then go on probing for what changes."""
+        member = self._members[worker_id]
+        retry_s = _FIRST_RETRY_S
+        while True:
+            try:
+                facts = await probe(member.spec, self._control)
+            except ProbeFailed as error:
+                if member.error != error.message:
+                    self._log.warning("worker does not answer", worker=worker_id, reason=error.message)
+                member.error = error.message
+                pause_s = self._settings.refresh_s if member.slot is not None else retry_s
+                retry_s = min(retry_s * 2, _LONGEST_RETRY_S)
+            else:
+                member.error = None
+                retry_s = _FIRST_RETRY_S
+                pause_s = self._settings.refresh_s
+                if member.slot is None:
+                    await self._join(member, facts)
+                elif facts != member.facts:
+                    await self._refresh(member, facts)
+            await asyncio.sleep(pause_s * self._rng.uniform(0.9, 1.1))
+
+    async def _join(self, member: Member, facts: WorkerFacts) -> None:
+        spec = member.spec
+        await self._on_joining(spec, facts)
+        worker = self._fleet.add(spec, facts, self._clock())
+        member.facts = facts
+        member.slot = worker.slot
+        self._fit_block_sizes()
+        self._start_feeds(member, worker, facts.events)
+        member.poller = LoadPoller(
+            spec,
+            facts.engine,
+            client=self._control,
+            on_sample=self._on_sample,
+            random=self._rng,
+            poll_s=self._settings.poll_s,
+        )
+        self._tasks.start(f"load {spec.name}", member.poller.run)
+        self._log.info(
+            "worker joined",
+            worker=spec.name,
+            engine=facts.engine.value,
+            version=facts.version,
+            models=list(facts.models),
+            block_size=facts.block_size,
+            events=[source.endpoint for source in facts.events],
+        )
+        for finding in facts.findings:
+            self._log.warning("worker could serve better", worker=spec.name, finding=finding)
+
+    async def _refresh(self, member: Member, facts: WorkerFacts) -> None:
+        await self._on_joining(member.spec, facts)
+        member.facts = facts
+        self._fleet.facts(member.spec.name, facts, self._clock())
+        self._fit_block_sizes()
+        await self._stop_feeds(member, [source for source in member.feeds if source not in facts.events])
+        worker = self._fleet.workers[member.spec.name]
+        self._start_feeds(member, worker, [source for source in facts.events if source not in member.feeds])
+        self._log.info("worker changed", worker=member.spec.name, models=list(facts.models), version=facts.version)
+
+    def _on_sample(self, worker_id: WorkerId, sample: Any) -> None:
+        self._fleet.load(worker_id, sample, self._clock())
+
+    # ------------------------------------------------------------------ index and feeds
+
+    def _fit_block_sizes(self) -> None:
+        """Bind every worker in the block size of its pool's keys (rule 2)."""
+        for member in self._members.values():
+            if member.slot is None or member.facts is None:
+                continue
+            worker = self._fleet.workers[member.spec.name]
+            size = self._fleet.key_block_size(worker)
+            if size != member.block_size:
+                self._index.bind(worker.slot, model=(member.facts.models or ('',))[0], block_size=size, engine=member.facts.engine)
+                member.block_size = size
+                for feed in member.feeds.values():
+                    feed.resync()
+
+    def _start_feeds(self, member: Member, worker: Worker, sources: Any) -> None:
+        for source in sources:
+            feed = member.feeds[source] = KvFeed(
+                worker.id,
+                worker.slot,
+                source,
+                index=self._index,
+                context=self._context,
+                clock=self._clock,
+                turns=self._turns,
+            )
+            self._tasks.start(_feed_name(worker.id, source), feed.run)
+
+    async def _stop_feeds(self, member: Member, sources: list[EventSource]) -> None:
+        for source in sources:
+            await self._tasks.stop(_feed_name(member.spec.name, source))
+            feed = member.feeds.pop(source)
+            self._index.purge(feed.slot, source.rank)
+
+
+def _feed_name(worker_id: WorkerId, source: EventSource) -> str:
+    return f"feed {worker_id} {source.rank} {source.endpoint}"

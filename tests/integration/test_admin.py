@@ -1,0 +1,486 @@
+"""The admin port over real HTTP, on a real router, fleet and index."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.admin import AdminViews, Readiness, admin_app
+from gateway.kv import KvIndex
+from gateway.kv.events import Stored
+from gateway.policy import make_policy
+from gateway.pool import Fleet, WorkerState
+from gateway.prefix import PromptHasher
+from gateway.records import (
+    Ending,
+    EngineHash,
+    EngineKind,
+    EventSource,
+    LoadSample,
+    Result,
+    StageTimes,
+    Tier,
+    Usage,
+    WorkerFacts,
+    WorkerId,
+    WorkerSpec,
+)
+from gateway.router import Router
+from gateway.telemetry import Exposition, FeedReading, IndexReading, RequestMetrics, WorkerReading
+from gateway.upstream.control import ProbeFailed
+
+BLOCK = 16
+NOW = 100.0
+
+
+@dataclass
+class Gateway:
+    """The core with two workers, joined as the runtime joins it, and what the admin port asked of it."""
+
+    fleet: Fleet = field(default_factory=Fleet)
+    index: KvIndex = field(default_factory=KvIndex)
+    added: list[WorkerSpec] = field(default_factory=list)
+    readiness: Readiness = field(default_factory=lambda: Readiness(ready=True))
+    broken: bool = False
+
+    def __post_init__(self) -> None:
+        policy = make_policy("seconds", rng=Random(1))
+        self.router = Router(self.fleet, self.index, policy, rng=Random(2))
+        self.requests = RequestMetrics(lambda name: name in self.fleet.pools)
+        self.hasher = PromptHasher.load(None, model="llama")
+        for name in ("w1", "w2"):
+            self.join(WorkerSpec(name=WorkerId(name), url=f"http://{name}:8000", api_key="engine-secret"))
+
+    def join(self, spec: WorkerSpec) -> None:
+        facts = WorkerFacts(
+            engine=EngineKind.VLLM,
+            version="0.33.0",
+            models=("llama",),
+            adapters={"poet": "llama"},
+            block_size=BLOCK,
+            kv_blocks=1000,
+            max_model_len=4096,
+            events=(EventSource(0, f"tcp://{spec.name}:5557", None),),
+            findings=("KV events have no replay",),
+        )
+        worker = self.fleet.add(spec, facts, NOW - 50)
+        self.index.bind(worker.slot, model="llama", block_size=BLOCK)
+        self.fleet.load(worker.id, LoadSample(running=1, waiting=2, kv_usage=0.25), NOW - 1)
+
+    def store(self, name: str, tokens: list[int]) -> None:
+        hashes = [EngineHash(1000 + i) for i in range(len(tokens) // BLOCK)]
+        slot = self.fleet.workers[WorkerId(name)].slot
+        self.index.apply(slot, 0, [Stored(hashes, None, tokens, BLOCK)])
+
+    def workers(self) -> Iterable[WorkerReading]:
+        for worker in self.fleet.workers.values():
+            yield WorkerReading(
+                worker=worker.id,
+                state=worker.state,
+                states=tuple(WorkerState),
+                inflight_requests=worker.inflight_requests,
+                inflight_tokens=worker.inflight_tokens,
+                open_streams=worker.inflight_requests,
+                trust=worker.trust,
+                blocks={tier: self.index.resident(worker.slot, tier) for tier in Tier},
+                polls_failed=3,
+            )
+
+    def feeds(self) -> Iterable[FeedReading]:
+        return [FeedReading(WorkerId("w1"), events={"stored": 2}, phases={0: "live"})]
+
+    def index_reading(self) -> IndexReading:
+        return IndexReading(bytes=self.index.stats().estimated_bytes)
+
+    async def add_worker(self, spec: WorkerSpec) -> None:
+        if "nowhere" in spec.url:
+            raise ProbeFailed(f"no connection to {spec.url}; is the worker running?")
+        self.added.append(spec)
+        self.join(spec)
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        self.fleet.remove(worker_id, NOW)
+
+    def config(self) -> Mapping[str, Any]:
+        if self.broken:
+            raise RuntimeError("a bug")
+        return {"auth": {"admin_token": "**********"}}
+
+
+class Readings:
+    """The gateway as metrics see it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.workers, self.feeds, self.index = gateway.workers, gateway.feeds, gateway.index_reading
+
+
+@contextlib.asynccontextmanager
+async def admin(gateway: Gateway, *, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    readings = Readings(gateway)
+    app = admin_app(
+        AdminViews(
+            router=gateway.router,
+            readings=readings,
+            exposition=Exposition(gateway.requests, readings, process=CollectorRegistry()),
+            hasher=lambda model: gateway.hasher if model == "llama" else None,
+            add_worker=gateway.add_worker,
+            remove_worker=gateway.remove_worker,
+            config=gateway.config,
+            ready=lambda: gateway.readiness,
+            clock=lambda: NOW,
+            token=token,
+            max_body_bytes=100_000,
+        )
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        )
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with asyncio.timeout(20):
+                while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+                    await asyncio.sleep(0.01)
+            base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            await running
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+@pytest.fixture
+async def client(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with admin(gateway) as open_client:
+        yield open_client
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    body: dict[str, Any] = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "code", "param"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def completion(tokens: list[int], model: str = "llama") -> bytes:
+    return json.dumps({"model": model, "prompt": tokens, "max_tokens": 16}).encode()
+
+
+COMPLETIONS = {"path": "/v1/completions"}
+
+
+# --------------------------------------------------------------------------- state
+
+
+async def test_workers(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.store("w1", list(range(64)))
+    workers = (await client.get("/admin/workers")).json()["workers"]
+    assert [worker["id"] for worker in workers] == ["w1", "w2"]
+    first = workers[0]
+    assert (first["engine"], first["version"], first["models"]) == ("vllm", "0.33.0", ["llama"])
+    assert (first["state"], first["state_for_s"], first["reason"]) == ("ready", 50, None)
+    assert first["load"] == {
+        "running": 1,
+        "waiting": 2,
+        "kv_usage": 0.25,
+        "prefix_queries": None,
+        "prefix_hits": None,
+        "age_s": 1,
+    }
+    assert first["index_blocks"] == {"gpu": 4, "cpu": 0, "disk": 0, "remote": 0}
+    assert first["feed"]["phases"] == {"0": "live"}
+    assert first["events"] == [{"rank": 0, "endpoint": "tcp://w1:5557", "replay_endpoint": None}]
+    assert first["findings"] == ["KV events have no replay"]
+    assert workers[1]["feed"] is None
+    assert (await client.get("/admin/workers/w1")).json() == first
+
+
+async def test_no_answer_shows_a_workers_key(client: httpx.AsyncClient) -> None:
+    for path in ("/admin/workers", "/admin/workers/w1", "/admin/pools", "/admin/config", "/metrics", "/admin/index"):
+        answer = await client.get(path)
+        assert answer.status_code == 200
+        assert "engine-secret" not in answer.text
+
+
+async def test_unknown_worker(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/admin/workers/w9")
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "worker_not_found"
+    assert "w1, w2" in error_of(answer)["message"]
+
+
+async def test_pools(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.fleet.set_state(WorkerId("w2"), WorkerState.DOWN, NOW)
+    pools = {pool["name"]: pool for pool in (await client.get("/admin/pools")).json()["pools"]}
+    assert list(pools) == ["llama", "poet"]
+    assert (pools["poet"]["model"], pools["poet"]["adapter"]) == ("llama", "poet")
+    assert (pools["llama"]["block_size"], pools["llama"]["workers"]) == (BLOCK, ["w1", "w2"])
+    assert pools["llama"]["ready"] == ["w1"]
+    assert pools["llama"]["not_ready"] == [{"worker": "w2", "reason": "down"}]
+    assert pools["llama"]["prefill_token_s"] > 0
+
+
+async def test_index(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.store("w2", list(range(32)))
+    index = (await client.get("/admin/index")).json()
+    assert index["blocks"]["w2"]["gpu"] == 2
+    assert index["estimated_bytes"] > 0
+
+
+async def test_sessions_are_counted_and_named_only_when_asked_for(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.router.sessions.keep("alice-secret", WorkerId("w1"), NOW)
+    answer = await client.get("/admin/sessions")
+    assert answer.json() == {"sessions": 1, "by_worker": {"w1": 1}, "worker": None}
+    assert "alice" not in answer.text
+    assert (await client.get("/admin/sessions", params={"id": "alice-secret"})).json()["worker"] == "w1"
+    assert (await client.get("/admin/sessions", params={"id": "bob"})).json()["worker"] is None
+
+
+async def test_config_is_passed_on(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/admin/config")).json() == {"auth": {"admin_token": "**********"}}
+
+
+async def test_metrics_are_prometheus_text(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.store("w1", list(range(64)))
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    blocks = {(s.labels["worker"], s.labels["tier"]): s.value for s in families["kvgate_index_blocks"].samples}
+    assert blocks["w1", "gpu"] == 4
+
+
+async def test_probes(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert (await client.get("/ready")).status_code == 200
+    gateway.readiness = Readiness(ready=False, reason="no worker is ready")
+    answer = await client.get("/ready")
+    assert (answer.status_code, answer.json()) == (503, {"ready": False, "reason": "no worker is ready"})
+
+
+# --------------------------------------------------------------------------- decisions
+
+
+async def decided(gateway: Gateway, count: int) -> list[str]:
+    chosen: list[str] = []
+    for number in range(count):
+        body = completion(list(range(64)))
+        request = _parsed(body, f"r{number}")
+        work = gateway.hasher.begin(request, block_size=BLOCK)
+        lease = gateway.router.route(request, work.blocks(), NOW - 10 + number)
+        ending = Ending(Result.COMPLETED, 200, NOW, usage=Usage(64, 16, 48))
+        if number:  # the first stays open
+            gateway.requests.record(lease.settle(ending, started_at=NOW - 2, stages=StageTimes()))
+        chosen.append(lease.worker.id)
+    return chosen
+
+
+def _parsed(body: bytes, request_id: str) -> Any:
+    from gateway.api import parse_request
+    from gateway.records import Endpoint
+
+    return parse_request(Endpoint.COMPLETIONS, body, request_id=request_id)
+
+
+async def test_decisions_newest_first_with_their_outcome(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    chosen = await decided(gateway, 3)
+    decisions = (await client.get("/admin/decisions")).json()["decisions"]
+    assert [item["request_id"] for item in decisions] == ["r2", "r1", "r0"]
+    assert [item["worker"] for item in decisions] == chosen[::-1]
+    assert decisions[0]["age_s"] == 8
+    assert decisions[0]["outcome"]["delivered_tokens"] == 48
+    assert decisions[0]["outcome"]["duration_s"] == 2
+    assert decisions[2]["outcome"] is None
+    assert len(decisions[0]["candidates"]) == 2
+    assert len((await client.get("/admin/decisions", params={"limit": 2})).json()["decisions"]) == 2
+
+
+async def test_decisions_of_one_request_or_worker(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    chosen = await decided(gateway, 4)
+    (only,) = (await client.get("/admin/decisions", params={"request_id": "r1"})).json()["decisions"]
+    assert only["request_id"] == "r1"
+    of_w1 = (await client.get("/admin/decisions", params={"worker": "w1"})).json()["decisions"]
+    assert len(of_w1) == chosen.count("w1")
+
+
+@pytest.mark.parametrize("limit", ["0", "257", "many"])
+async def test_a_wrong_limit_is_refused_in_openai_shape(limit: str, client: httpx.AsyncClient) -> None:
+    answer = await client.get("/admin/decisions", params={"limit": limit})
+    assert answer.status_code == 422
+    assert error_of(answer)["param"] == "limit"
+
+
+async def test_explain_shows_every_worker_and_runs_nothing(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    tokens = list(range(640))
+    gateway.store("w2", tokens)
+    before = {name: worker.inflight_requests for name, worker in gateway.fleet.workers.items()}
+    answer = await client.post("/admin/explain", params=COMPLETIONS, content=completion(tokens))
+    decision = answer.json()
+    assert answer.status_code == 200
+    assert (decision["worker"], decision["mode"], decision["block_size"]) == ("w2", "exact", BLOCK)
+    assert decision["predicted_tokens"] == decision["available_tokens"] == 640 - BLOCK
+    assert decision["prompt_tokens"] == 640
+    assert [row["worker"] for row in decision["candidates"]] == ["w2", "w1"]
+    assert decision["candidates"][0]["terms"]["cost"] < decision["candidates"][1]["terms"]["cost"]
+    assert decision["candidates"][0]["terms"]["hit_s"] > 0
+    assert decision["outcome"] is None
+    assert {name: worker.inflight_requests for name, worker in gateway.fleet.workers.items()} == before
+    assert gateway.router.open_leases == 0
+    assert (await client.get("/admin/decisions")).json() == {"decisions": []}
+
+
+async def test_explain_names_who_was_not_considered(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.fleet.set_state(WorkerId("w2"), WorkerState.DRAINING, NOW)
+    decision = (await client.post("/admin/explain", params=COMPLETIONS, content=completion([1, 2, 3]))).json()
+    assert [row["worker"] for row in decision["candidates"]] == ["w1"]
+    assert decision["excluded"] == [["w2", "draining"]]
+
+
+async def test_explain_reads_the_session(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.router.sessions.keep("alice", WorkerId("w2"), NOW)
+    answer = await client.post(
+        "/admin/explain", params=COMPLETIONS, content=completion([1, 2, 3]), headers={"x-session-id": "alice"}
+    )
+    assert answer.json()["affinity"] in {"kept", "moved"}
+
+
+async def test_explain_without_a_tokenizer_is_honest(client: httpx.AsyncClient) -> None:
+    body = {"model": "llama", "messages": [{"role": "user", "content": "hello"}]}
+    decision = (await client.post("/admin/explain", json=body)).json()
+    assert (decision["mode"], decision["predicted_tokens"]) == ("none", 0)
+    assert decision["reason"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/completions", b"{", 400, None),
+        ("/v1/completions", completion([1], model="gpt-9"), 404, "model"),
+        ("/v1/nothing", completion([1]), 400, "path"),
+        ("/v1/completions", b'{"pad": "' + b"x" * 100_000 + b'"}', 413, None),
+    ],
+)
+async def test_what_cannot_be_explained(
+    path: str, body: bytes, status: int, param: str | None, client: httpx.AsyncClient
+) -> None:
+    answer = await client.post("/admin/explain", params={"path": path}, content=body)
+    assert answer.status_code == status
+    assert error_of(answer)["param"] == param
+
+
+async def test_explain_with_no_worker_ready(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    for name in list(gateway.fleet.workers):
+        gateway.fleet.set_state(name, WorkerState.DOWN, NOW)
+    answer = await client.post("/admin/explain", params=COMPLETIONS, content=completion([1]))
+    assert answer.status_code == 503
+    assert error_of(answer)["code"] == "no_worker"
+
+
+# --------------------------------------------------------------------------- members
+
+
+async def test_a_worker_joins_and_leaves(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    answer = await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000/", "name": "w9", "api_key": "k"})
+    assert answer.status_code == 201
+    assert (answer.json()["id"], answer.json()["url"]) == ("w9", "http://10.0.0.9:8000")
+    assert gateway.added[0].api_key == "k"
+    assert '"k"' not in answer.text
+    assert (await client.delete("/admin/workers/w9")).status_code == 204
+    assert "w9" not in gateway.fleet.workers
+    assert (await client.delete("/admin/workers/w9")).status_code == 404
+
+
+async def test_a_worker_without_a_name_gets_one(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    answer = await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000"})
+    assert answer.json()["id"] == gateway.added[0].name
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"url": "http://10.0.0.9:8000", "name": "w1"}, 409, "worker_exists"),
+        ({"url": "http://nowhere:8000"}, 502, "probe_failed"),
+        ({"url": "ftp://10.0.0.9"}, 422, "invalid_value"),
+        ({"url": "http://10.0.0.9:8000", "tyop": 1}, 422, "invalid_value"),
+        ({}, 422, "invalid_value"),
+    ],
+)
+async def test_a_worker_that_cannot_join(
+    body: dict[str, Any], status: int, code: str, client: httpx.AsyncClient, gateway: Gateway
+) -> None:
+    answer = await client.post("/admin/workers", json=body)
+    assert answer.status_code == status
+    assert error_of(answer)["code"] == code
+    assert set(gateway.fleet.workers) == {"w1", "w2"}
+
+
+async def test_a_web_page_cannot_add_a_worker_by_a_plain_form(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    body = b'{"url": "http://10.0.0.9:8000"}'
+    answer = await client.post("/admin/workers", content=body, headers={"content-type": "text/plain"})
+    assert answer.status_code == 422
+    assert gateway.added == []
+
+
+# --------------------------------------------------------------------------- access and errors
+
+
+async def test_the_token_guards_all_but_the_probes(gateway: Gateway) -> None:
+    async with admin(gateway, token="s3cret") as client:
+        for path in ("/health", "/ready", "/openapi.json"):
+            assert (await client.get(path)).status_code == 200
+        schema = (await client.get("/openapi.json")).json()
+        guarded = [
+            (method, path)
+            for path, methods in schema["paths"].items()
+            for method in methods
+            if path not in ("/health", "/ready")
+        ]
+        assert len(guarded) >= 11
+        for method, path in guarded:
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+                answer = await client.request(method.upper(), path.replace("{worker_id}", "w1"), headers=headers)
+                assert answer.status_code == 401, path
+                assert error_of(answer)["code"] == "invalid_admin_token"
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert set(gateway.fleet.workers) == {"w1", "w2"}
+        allowed = await client.get("/admin/workers", headers={"authorization": "Bearer s3cret"})
+        assert allowed.status_code == 200
+
+
+async def test_paths_that_do_not_exist(client: httpx.AsyncClient) -> None:
+    missing = await client.get("/admin/nothing")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+    wrong = await client.put("/admin/workers")
+    assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
+
+
+async def test_a_bug_is_an_error_in_shape_and_tells_nothing(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.broken = True
+    answer = await client.get("/admin/config")
+    assert answer.status_code == 500
+    assert error_of(answer)["message"] == "internal error: RuntimeError"
+
+
+async def test_the_schema_describes_every_path(client: httpx.AsyncClient) -> None:
+    schema = (await client.get("/openapi.json")).json()
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            assert operation.get("description"), (method, path)
+    assert (await client.get("/docs")).status_code == 200

@@ -1,0 +1,262 @@
+"""Probes and load polls over real sockets, against servers that replay what engines answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import uvicorn
+
+from gateway.records import EngineKind, LoadSample, WorkerId, WorkerSpec
+from gateway.upstream.control import ControlClient, ProbeFailed, open_control_client
+from gateway.upstream.discovery import probe
+from gateway.upstream.load import COUNTER_POLLS, LoadPoller
+
+ENGINES = Path(__file__).parents[1] / "golden" / "engines"
+
+
+class Replay:
+    """An ASGI application that answers what was recorded, and can misbehave."""
+
+    def __init__(self, engine: str) -> None:
+        recorded = json.loads((ENGINES / engine / "answers.json").read_text())
+        self.answers = {path: (answer["status"], answer["body"].encode()) for path, answer in recorded.items()}
+        self.answers["/metrics"] = (200, (ENGINES / engine / "metrics.txt").read_bytes())
+        self.hanging: set[str] = set()
+        self.endless: set[str] = set()
+        self.trickling: set[str] = set()
+        self.asked: list[str] = []
+        self.over = asyncio.Event()
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Any) -> None:
+        path = scope["path"]
+        self.asked.append(path)
+        if path in self.hanging:
+            await self.over.wait()
+        status, body = self.answers.get(path, (404, b"{}"))
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        while path in self.endless | self.trickling and not self.over.is_set():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0.01 if path in self.trickling else 0)
+        await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Replay) -> AsyncIterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, log_config=None, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with asyncio.timeout(20):
+                while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+                    await asyncio.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            app.over.set()
+            server.should_exit = True
+            await running
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[ControlClient]:
+    async with open_control_client(timeout_s=20) as control:
+        yield control
+
+
+def spec(url: str, **more: Any) -> WorkerSpec:
+    return WorkerSpec(name=WorkerId("w1"), url=url, **more)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "block_size", "feeds"),
+    [
+        ("vllm-0.32.0", EngineKind.VLLM, 32, 1),
+        ("vllm-0.16.0", EngineKind.VLLM, 32, 0),
+        ("sglang-0.5.23", EngineKind.SGLANG, 16, 1),
+    ],
+)
+async def test_an_engine_is_known_from_its_url(
+    engine: str, kind: EngineKind, block_size: int, feeds: int, client: ControlClient
+) -> None:
+    async with serving(Replay(engine)) as url:
+        facts = await probe(spec(url), client)
+    assert (facts.engine, facts.version) == (kind, engine.rpartition("-")[2])
+    assert (facts.models, facts.block_size, facts.max_model_len) == (("tiny",), block_size, 2048)
+    assert len(facts.events) == feeds
+    assert all(source.endpoint.startswith("tcp://127.0.0.1:") for source in facts.events)
+
+
+async def test_a_worker_that_is_not_up_is_told_from_a_broken_one(client: ControlClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(ProbeFailed, match="is the worker running"):
+        await probe(spec(url), client)
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1", "http://", "127.0.0.1:8000"])
+async def test_an_address_that_is_none(url: str, client: ControlClient) -> None:
+    with pytest.raises(ProbeFailed):
+        await probe(spec(url), client)
+
+
+async def test_a_hanging_answer_ends_at_the_deadline() -> None:
+    app = Replay("vllm-0.32.0")
+    app.hanging.add("/v1/models")
+    async with serving(app) as url, open_control_client(timeout_s=0.2) as client:
+        with pytest.raises(ProbeFailed, match=r"within 0\.2 s"):
+            await probe(spec(url), client)
+
+
+async def test_a_trickling_answer_ends_at_the_deadline_too() -> None:
+    app = Replay("vllm-0.32.0")
+    app.trickling.add("/v1/models")
+    async with serving(app) as url, open_control_client(timeout_s=0.3, max_bytes=1 << 40) as client:
+        with pytest.raises(ProbeFailed, match=r"within 0\.3 s"):
+            await probe(spec(url), client)
+
+
+async def test_an_endless_answer_is_cut() -> None:
+    app = Replay("vllm-0.32.0")
+    app.endless.add("/v1/models")
+    async with serving(app) as url, open_control_client(timeout_s=60, max_bytes=1_000_000) as client:
+        with pytest.raises(ProbeFailed, match="more than 1000000 bytes"):
+            await probe(spec(url), client)
+
+
+async def test_hanging_metrics_cost_the_cache_geometry_only() -> None:
+    app = Replay("vllm-0.32.0")
+    app.hanging.add("/metrics")
+    async with serving(app) as url, open_control_client(timeout_s=1) as client:
+        facts = await probe(spec(url), client)
+    assert (facts.engine, facts.models, facts.block_size, len(facts.events)) == (EngineKind.VLLM, ("tiny",), None, 1)
+    assert any("/metrics" in finding for finding in facts.findings)
+
+
+# --------------------------------------------------------------------------- polling
+
+
+class Samples:
+    """Collects what a poller delivers; `wait` until there are enough."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[WorkerId, LoadSample]] = []
+        self._more = asyncio.Event()
+
+    def __call__(self, worker: WorkerId, sample: LoadSample) -> None:
+        self.seen.append((worker, sample))
+        self._more.set()
+
+    async def wait(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.seen) < count:
+                self._more.clear()
+                await self._more.wait()
+
+
+def poller(url: str, engine: EngineKind, client: ControlClient, samples: Samples, **more: Any) -> LoadPoller:
+    return LoadPoller(
+        spec(url),
+        engine,
+        client=client,
+        on_sample=samples,
+        random=Random(7),
+        **{"poll_s": 0.01, "timeout_s": 20, **more},
+    )
+
+
+async def test_polls_go_on_until_cancelled(client: ControlClient) -> None:
+    samples = Samples()
+    async with serving(Replay("vllm-0.32.0")) as url:
+        polling = poller(url, EngineKind.VLLM, client, samples)
+        task = asyncio.create_task(polling.run())
+        await samples.wait(3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert {worker for worker, _ in samples.seen} == {"w1"}
+    assert (samples.seen[0][1].running, samples.seen[0][1].waiting) == (16, 8)
+    assert polling.counts.ok == len(samples.seen)
+    assert (polling.counts.failed, polling.counts.last_error) == (0, None)
+
+
+async def test_a_failed_poll_is_counted_and_the_next_good_one_delivers(client: ControlClient) -> None:
+    app, samples = Replay("vllm-0.32.0"), Samples()
+    good = app.answers["/metrics"]
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.VLLM, client, samples)
+        app.answers["/metrics"] = (500, b"")
+        await polling.poll()
+        assert (polling.counts.failed, samples.seen) == (1, [])
+        assert "answered 500" in (polling.counts.last_error or "")
+        app.answers["/metrics"] = (200, b"nothing of use\n")
+        await polling.poll()
+        assert polling.counts.failed == 2
+        app.answers["/metrics"] = good
+        await polling.poll()
+    assert (polling.counts.ok, polling.counts.failed, polling.counts.last_error) == (1, 2, None)
+    assert len(samples.seen) == 1
+
+
+async def test_a_worker_whose_metrics_hang_delays_no_other(client: ControlClient) -> None:
+    stuck, fine = Replay("vllm-0.32.0"), Replay("vllm-0.32.0")
+    stuck.hanging.add("/metrics")
+    samples = Samples()
+    async with serving(stuck) as stuck_url, serving(fine) as fine_url:
+        hangs = poller(stuck_url, EngineKind.VLLM, client, samples, timeout_s=60)
+        works = poller(fine_url, EngineKind.VLLM, client, samples)
+        tasks = [asyncio.create_task(item.run()) for item in (hangs, works)]
+        await samples.wait(5)
+        assert (hangs.counts.ok, hangs.counts.failed) == (0, 0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_hanging_poll_ends_at_its_deadline(client: ControlClient) -> None:
+    app, samples = Replay("vllm-0.32.0"), Samples()
+    app.hanging.add("/metrics")
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.VLLM, client, samples, timeout_s=0.1)
+        await polling.poll()
+    assert polling.counts.failed == 1
+
+
+async def test_sglang_is_asked_for_its_loads_and_seldom_for_its_counters(client: ControlClient) -> None:
+    app, samples = Replay("sglang-0.5.23"), Samples()
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.SGLANG, client, samples)
+        for _ in range(COUNTER_POLLS + 1):
+            await polling.poll()
+    assert (app.asked.count("/v1/loads"), app.asked.count("/metrics")) == (COUNTER_POLLS + 1, 2)
+    assert {sample.prefix_hits for _, sample in samples.seen} == {7408}
+    assert samples.seen[-1][1].kv_blocks == 512
+
+
+async def test_sglang_without_metrics_still_tells_its_load(client: ControlClient) -> None:
+    app, samples = Replay("sglang-0.5.23"), Samples()
+    app.answers["/metrics"] = (404, b"")
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.SGLANG, client, samples)
+        await polling.poll()
+    assert (polling.counts.ok, polling.counts.failed) == (1, 0)
+    assert "404" in (polling.counts.counters_error or "")
+    assert samples.seen[0][1].prefix_hits is None
+
+
+async def test_sglang_before_v1_loads(client: ControlClient) -> None:
+    app, samples = Replay("sglang-0.5.23"), Samples()
+    del app.answers["/v1/loads"]
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.SGLANG, client, samples)
+        await polling.poll()
+        await polling.poll()
+    assert app.asked == ["/v1/loads", "/metrics", "/metrics"]
+    assert samples.seen[0][1].prefix_hits == 7408

@@ -1,0 +1,413 @@
+"""The feed against a real publisher: PUB and ROUTER sockets in both replay layouts, lost batches, restarts, floods.
+
+The publisher here is written from the wire format alone and shares no code with the simulated engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+import zmq
+
+from gateway.kv.feed_state import FeedLimits, FeedPhase, FeedState
+from gateway.kv.index import KvIndex
+from gateway.records import EventSource, Slot, Tier, WorkerId
+from gateway.upstream.kv_feed import KvFeed, TurnLimits
+
+SIZE = 4
+WORKER = Slot(2)
+DEADLINE_S = 30.0
+
+
+def stored(name: int, parent: int | None = None) -> dict[str, Any]:
+    """Block `name` with tokens of its own."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [name],
+        "parent_block_hash": parent,
+        "token_ids": [name, 1, 2, 3],
+        "block_size": SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+
+
+def removed(name: int) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"}
+
+
+class Engine:
+    """A publisher with a replay buffer. `layout` is `old`, `new` or `off`; `reply_limit` cuts every replay after so
+    many batches, without an end marker, as engines with a full send queue do."""
+
+    def __init__(self, context: zmq.Context[Any], *, layout: str = "new", topic: bytes = b"kv@w@m") -> None:
+        self._context = context
+        self._layout = layout
+        self._topic = topic
+        self.reply_limit: int | None = None
+        self.requests: list[int] = []
+        self._live = context.socket(zmq.XPUB)
+        self._live.setsockopt(zmq.SNDHWM, 0)
+        self._replay = context.socket(zmq.ROUTER)
+        self._replay.setsockopt(zmq.SNDHWM, 0)
+        self.port = self._live.bind_to_random_port("tcp://127.0.0.1")
+        self.replay_port = self._replay.bind_to_random_port("tcp://127.0.0.1")
+        self._begin()
+
+    def _begin(self) -> None:
+        self.seq = 0
+        self.buffer: list[tuple[int, bytes]] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def source(self) -> EventSource:
+        replay = None if self._layout == "off" else f"tcp://127.0.0.1:{self.replay_port}"
+        return EventSource(0, f"tcp://127.0.0.1:{self.port}", replay, "kv@")
+
+    def publish(self, *events: dict[str, Any], lose: bool = False, raw: bytes | None = None) -> None:
+        payload = raw if raw is not None else msgspec.msgpack.encode([time.time(), list(events), 0])
+        self.buffer.append((self.seq, payload))
+        if not lose:
+            self._live.send_multipart([self._topic, self.seq.to_bytes(8, "big"), payload])
+        self.seq += 1
+
+    def send(self, frames: list[bytes]) -> None:
+        self._live.send_multipart(frames)
+
+    async def subscriber(self) -> None:
+        """Wait for a subscription: what is published before it is lost."""
+        await until(lambda: bool(self._live.poll(0)))
+        assert self._live.recv()[:1] == b"\x01"
+
+    def restart(self) -> None:
+        """A new process on the same ports: empty cache, sequence 0, no clear event."""
+        self._stop()
+        self._live.close(linger=0)
+        self._live = self._context.socket(zmq.XPUB)
+        self._live.setsockopt(zmq.SNDHWM, 0)
+        until = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                self._live.bind(f"tcp://127.0.0.1:{self.port}")
+                break
+            except zmq.ZMQError:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        self._begin()
+
+    def close(self) -> None:
+        self._stop()
+        self._live.close(linger=0)
+        self._replay.close(linger=0)
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        prefix = [b""] if self._layout == "old" else [b"", self._topic]
+        end = [b"", b"\xff" * 8, b""] if self._layout == "old" else [b"", b"", b"\xff" * 8, b""]
+        while not self._stopping.is_set():
+            if not self._replay.poll(5):
+                continue
+            client, empty, start = self._replay.recv_multipart()
+            assert empty == b""
+            first = int.from_bytes(start, "big")
+            self.requests.append(first)
+            kept = [entry for entry in list(self.buffer) if entry[0] >= first]
+            for seq, payload in kept[: self.reply_limit]:
+                self._replay.send_multipart([client, *prefix, seq.to_bytes(8, "big"), payload])
+            if self.reply_limit is None or len(kept) <= self.reply_limit:
+                self._replay.send_multipart([client, *end])
+
+
+@contextmanager
+def engine(**options: Any) -> Iterator[Engine]:
+    context: zmq.Context[Any] = zmq.Context()
+    made = Engine(context, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+        context.term()
+
+
+@asynccontextmanager
+async def following(
+    source: EventSource,
+    *,
+    index: KvIndex | None = None,
+    limits: FeedLimits | None = None,
+    turns: TurnLimits | None = None,
+) -> AsyncIterator[tuple[KvFeed, KvIndex]]:
+    """A feed that runs, with an index of its own; leaving cancels it and proves that its sockets are closed."""
+    if index is None:
+        index = KvIndex()
+        index.bind(WORKER, model="m", block_size=SIZE)
+    context: zmq.Context[Any] = zmq.Context()
+    feed = KvFeed(
+        WorkerId("w"),
+        WORKER,
+        source,
+        index=index,
+        context=context,
+        clock=time.monotonic,
+        turns=asyncio.Lock(),
+        state=FeedState(can_replay=source.replay_endpoint is not None, limits=limits),
+        limits=turns,
+    )
+    task = asyncio.create_task(feed.run())
+    try:
+        yield feed, index
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(context.term)  # blocks for ever while a socket is open
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  # the index has no event to wait for
+            await asyncio.sleep(0.002)
+
+
+def resident(index: KvIndex) -> frozenset[int]:
+    return index.engine_hashes(WORKER, 0, Tier.GPU)
+
+
+def on_both_loops(scenario: Callable[[], Coroutine[Any, Any, None]], loop: str) -> None:
+    if loop == "uvloop":
+        uvloop.run(scenario())
+    else:
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("layout", ["old", "new"])
+def test_history_and_live_batches_arrive_once(layout: str, loop: str) -> None:
+    async def scenario() -> None:
+        with engine(layout=layout) as publisher:
+            for name in range(1, 51):
+                publisher.publish(stored(name, name - 1 or None))
+            publisher.publish(removed(50))
+            async with following(publisher.source()) as (feed, index):
+                await until(lambda: feed.caught_up)
+                assert resident(index) == set(range(1, 50))
+                for name in range(51, 101):
+                    publisher.publish(stored(name))
+                await until(lambda: len(resident(index)) == 99)
+                assert index.stats().orphans == 0
+                assert feed.phase is FeedPhase.LIVE
+                assert feed.counters.batches == 101
+                assert feed.totals.stored == {Tier.GPU: 100}
+                assert feed.totals.events == {"stored": 100, "removed": 1}
+                assert feed.totals.repeated == 0
+
+    on_both_loops(scenario, loop)
+
+
+@pytest.mark.parametrize("layout", ["old", "new"])
+async def test_lost_batches_are_replayed_without_double_references(layout: str) -> None:
+    with engine(layout=layout) as publisher:
+        async with following(publisher.source()) as (feed, index):
+            await publisher.subscriber()
+            publisher.publish(stored(1), stored(2))
+            await until(lambda: resident(index) == {1, 2})
+            publisher.publish(removed(1), lose=True)
+            publisher.publish(stored(3), lose=True)
+            publisher.publish(stored(4))
+            publisher.publish(stored(5))
+            await until(lambda: resident(index) == {2, 3, 4, 5} and feed.caught_up)
+            for name in (2, 3, 4, 5):
+                publisher.publish(removed(name))
+            await until(lambda: not resident(index))
+            assert feed.counters.gaps == 1
+            assert feed.counters.purges == {}
+            assert index.resident(WORKER, Tier.GPU) == 0
+
+
+async def test_lost_batches_without_replay_purge_and_later_ones_count() -> None:
+    with engine(layout="off") as publisher:
+        async with following(publisher.source()) as (feed, index):
+            await publisher.subscriber()
+            assert feed.caught_up
+            publisher.publish(stored(1))
+            await until(lambda: resident(index) == {1})
+            publisher.publish(removed(1), lose=True)
+            publisher.publish(stored(2))
+            await until(lambda: resident(index) == {2})
+            assert feed.phase is FeedPhase.LOST
+            assert (feed.counters.gaps, feed.counters.purges) == (1, {"gap": 1})
+
+
+@pytest.mark.parametrize("layout", ["new", "off"])
+async def test_a_restarted_engine_is_learned_anew(layout: str) -> None:
+    with engine(layout=layout) as publisher:
+        async with following(publisher.source()) as (feed, index):
+            await publisher.subscriber()
+            for name in range(1, 11):
+                publisher.publish(stored(name))
+            await until(lambda: len(resident(index)) == 10)
+            publisher.restart()
+            await publisher.subscriber()
+            publisher.publish(stored(21))
+            publisher.publish(stored(22))
+            await until(lambda: resident(index) == {21, 22})
+            assert feed.counters.resets == 1
+            assert feed.phase is FeedPhase.LIVE
+
+
+async def test_a_replay_that_loses_its_tail_is_asked_for_again() -> None:
+    with engine() as publisher:
+        publisher.reply_limit = 4
+        for name in range(1, 11):
+            publisher.publish(stored(name))
+        async with following(publisher.source(), limits=FeedLimits(reply_timeout_s=0.3)) as (feed, index):
+            await until(lambda: feed.caught_up)
+            assert resident(index) == set(range(1, 11))
+            assert sorted(set(publisher.requests)) == [0, 4, 8]
+            assert feed.phase is FeedPhase.LIVE
+
+
+async def test_trimmed_history_is_a_partial_view() -> None:
+    with engine() as publisher:
+        for name in range(1, 11):
+            publisher.publish(stored(name))
+        del publisher.buffer[:6]
+        async with following(publisher.source()) as (feed, index):
+            await until(lambda: feed.caught_up)
+            assert resident(index) == {7, 8, 9, 10}
+            assert feed.phase is FeedPhase.LOST
+            assert feed.counters.replays == {"history_gone": 1}
+
+
+async def test_a_silent_replay_endpoint_does_not_hold_the_feed_up() -> None:
+    with engine(layout="off") as publisher:
+        source = publisher.source()
+        silent = EventSource(0, source.endpoint, f"tcp://127.0.0.1:{publisher.port}", source.topic)
+        async with following(silent, limits=FeedLimits(reply_timeout_s=0.02)) as (feed, index):
+            await publisher.subscriber()
+            await until(lambda: feed.caught_up)
+            assert feed.phase is FeedPhase.LOST
+            publisher.publish(stored(1))
+            await until(lambda: resident(index) == {1})
+            assert feed.counters.replays["timed_out"] == 1
+
+
+async def test_broken_messages_are_counted_and_the_feed_goes_on() -> None:
+    with engine() as publisher:
+        async with following(publisher.source()) as (feed, index):
+            await publisher.subscriber()
+            publisher.publish(stored(1))
+            await until(lambda: resident(index) == {1})
+            publisher.send([b"kv@", b"short", b""])
+            publisher.send([b"kv@"])
+            publisher.publish(raw=b"\xc1 no msgpack")
+            publisher.publish(raw=msgspec.msgpack.encode({"type": "HeartbeatMsg"}))
+            publisher.publish({"type": "BlockMoved"}, stored(2))
+            await until(lambda: resident(index) == {2})
+            assert feed.counters.errors == 3
+            assert feed.counters.purges == {"undecodable": 1}
+            assert feed.totals.skipped == {"foreign": 1, "unknown_kind": 1}
+
+
+async def test_messages_of_other_topics_are_not_ours() -> None:
+    with engine() as publisher:
+        async with following(publisher.source()) as (feed, index):
+            await publisher.subscriber()
+            publisher.send([b"load", (7).to_bytes(8, "big"), msgspec.msgpack.encode(["LoadStat", 1])])
+            publisher.publish(stored(1))
+            await until(lambda: resident(index) == {1})
+            assert (feed.counters.gaps, feed.counters.errors) == (0, 0)
+
+
+async def test_resync_learns_the_rank_anew() -> None:
+    with engine() as publisher:
+        async with following(publisher.source()) as (feed, index):
+            await publisher.subscriber()
+            publisher.publish(stored(1), stored(2))
+            await until(lambda: resident(index) == {1, 2})
+            index.purge(WORKER)
+            feed.resync()
+            await until(lambda: resident(index) == {1, 2} and feed.caught_up)
+            assert feed.counters.purges == {"resync": 1}
+
+
+async def test_a_flood_leaves_the_loop_to_others() -> None:
+    batches, per_batch = 1_500, 20
+    with engine() as publisher:
+        for number in range(batches):
+            publisher.publish(*(stored(1 + number * per_batch + offset) for offset in range(per_batch)))
+        turns = TurnLimits(turn_s=0.001, turn_blocks=100)
+        async with following(publisher.source(), turns=turns) as (feed, index):
+            passes = 0
+            while not feed.caught_up:
+                await asyncio.sleep(0)
+                passes += feed.counters.batches > 0
+            assert len(resident(index)) == batches * per_batch
+            # A turn takes 1 ms, 30,000 one-block events some 100 ms on any machine.
+            assert passes >= 20
+
+
+async def test_feeds_share_their_turns() -> None:
+    index = KvIndex()
+    index.bind(WORKER, model="m", block_size=SIZE)
+    with engine() as publisher:
+        for name in range(1, 301):
+            publisher.publish(stored(name))
+        source = publisher.source()
+        second = EventSource(1, source.endpoint, source.replay_endpoint, source.topic)
+        async with following(source, index=index) as (one, _), following(second, index=index) as (two, _):
+            await until(lambda: one.caught_up and two.caught_up)
+            for rank in (0, 1):
+                assert len(index.engine_hashes(WORKER, rank, Tier.GPU)) == 300
+            assert index.resident(WORKER, Tier.GPU) == 300
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.05])
+async def test_cancelling_at_any_time_closes_the_sockets(after_s: float) -> None:
+    with engine() as publisher:
+        publisher.reply_limit = 0
+        async with following(publisher.source()):
+            await asyncio.sleep(after_s)
+
+
+async def test_it_may_run_again() -> None:
+    with engine() as publisher:
+        publisher.publish(stored(1))
+        context: zmq.Context[Any] = zmq.Context()
+        index = KvIndex()
+        index.bind(WORKER, model="m", block_size=SIZE)
+        feed = KvFeed(
+            WorkerId("w"),
+            WORKER,
+            publisher.source(),
+            index=index,
+            context=context,
+            clock=time.monotonic,
+            turns=asyncio.Lock(),
+        )
+        for _ in range(2):
+            task = asyncio.create_task(feed.run())
+            await until(lambda: resident(index) == {1} and feed.caught_up)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await asyncio.to_thread(context.term)
+
+
+async def test_a_malformed_endpoint_is_raised() -> None:
+    with pytest.raises(zmq.ZMQError):
+        async with following(EventSource(0, "nonsense://x")) as (feed, _):
+            await feed.run()

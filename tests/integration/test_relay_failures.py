@@ -1,0 +1,388 @@
+"""Workers that fail in every phase, and clients that send what they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from gateway.edge import EdgeLimits
+from gateway.records import Result
+from gateway.upstream.connections import Timeouts
+from tests.integration.relay_rig import Call, RelayRig, answers, ask, both_loops, post, relay, silent, until
+
+OK = b'{"id":"1","choices":[]}'
+TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+
+
+def error_of(body: bytes) -> dict[str, object]:
+    """The error object in OpenAI's shape."""
+    error: dict[str, object] = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "code", "param"}
+    return error
+
+
+def drop(call: Call) -> None:
+    """A script: reset before any byte."""
+    call.abort()
+
+
+def half_a_head(call: Call) -> None:
+    call.send(b"HTTP/1.1 200 OK\r\ncontent-")
+    call.close()
+
+
+def no_http(call: Call) -> None:
+    call.send(b"220 mail.example ESMTP\r\n\r\n")
+
+
+# --------------------------------------------------------------------------- before the first byte
+
+
+@both_loops
+@pytest.mark.parametrize("failing", [None, drop, half_a_head, no_http], ids=["refused", "drop", "half", "no_http"])
+async def test_another_worker_is_tried(failing: object) -> None:
+    async with relay(failing, answers(OK)) as r:  # type: ignore[arg-type]
+        answer = await r.ask(post(ask()))
+        assert (answer.status, answer.body) == (200, OK)
+        assert (answer.headers["x-kvgate-worker"], answer.headers["x-kvgate-retries"]) == ("w2", "1")
+        assert [(o.worker, o.result, o.retries) for o in r.retried] == [("w1", Result.WORKER_FAILED, 0)]
+        assert [(o.worker, o.result, o.retries) for o in r.outcomes] == [("w2", Result.COMPLETED, 1)]
+        await until(r.quiet)
+
+
+@both_loops
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+async def test_a_worker_that_says_it_cannot_is_left_for_another(status: int) -> None:
+    bad = b'{"error":"busy"}'
+    async with relay(answers(bad, status=f"{status} Busy"), answers(OK)) as r:
+        assert (await r.ask(post(ask()))).body == OK
+        assert [(o.worker, o.status) for o in r.retried] == [("w1", status)]
+        await until(r.quiet)
+
+
+@both_loops
+@pytest.mark.parametrize("status", [429, 503])
+async def test_with_nobody_else_its_answer_passes_unchanged(status: int) -> None:
+    bad = b'{"error":"busy"}'
+    async with relay(answers(bad, status=f"{status} Busy")) as r:
+        answer = await r.ask(post(ask(stream=True)))
+        assert (answer.status, answer.body) == (status, bad)
+        assert ("retry-after" in answer.headers) == (status == 429)
+        result = Result.WORKER_FAILED if status == 503 else Result.COMPLETED
+        assert [(o.status, o.result, o.retries) for o in r.outcomes] == [(status, result, 0)]
+        assert len(r.workers[0].calls) == 1
+
+
+@both_loops
+async def test_retries_are_bounded_and_no_worker_is_tried_twice() -> None:
+    async with relay(drop, drop, drop, drop, answers(OK), limits=EdgeLimits(max_retries=2)) as r:
+        answer = await r.ask(post(ask(), headers=("x-request-id: r1",)))
+        assert (answer.status, error_of(answer.body)["code"]) == (502, "worker_broken")
+        assert answer.headers["x-request-id"] == "r1"
+        assert answer.headers["x-kvgate-retries"] == "2"
+        assert [len(worker.calls) for worker in r.workers] == [1, 1, 1, 0, 0]
+        assert [o.retries for o in (*r.retried, *r.outcomes)] == [0, 1, 2]
+        await until(r.quiet)
+
+
+@both_loops
+async def test_all_workers_away() -> None:
+    async with relay(None, None) as r:
+        answer = await r.ask(post(ask()))
+        assert (answer.status, error_of(answer.body)["code"]) == (502, "worker_unreachable")
+        assert b"127.0.0.1" not in answer.body
+        await until(r.quiet)
+
+
+@both_loops
+async def test_a_worker_that_never_answers_gives_504_or_another() -> None:
+    timeouts = Timeouts(first_byte_s=0.1)
+    async with relay(silent, answers(OK), timeouts=timeouts) as r:
+        assert (await r.ask(post(ask()))).body == OK
+        await r.workers[0].calls[0].gone.wait()
+        assert r.retried[0].result is Result.TIMED_OUT
+    async with relay(silent, timeouts=timeouts) as r:
+        answer = await r.ask(post(ask()))
+        assert (answer.status, error_of(answer.body)["code"]) == (504, "worker_timeout")
+        await until(r.quiet)
+
+
+@both_loops
+async def test_a_worker_that_does_not_accept() -> None:
+    """A listening socket whose backlog is full: connecting hangs."""
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        fillers = [socket.socket() for _ in range(8)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        async with relay(None, answers(OK), timeouts=Timeouts(connect_s=0.1)) as r:
+            r.workers[0].port = full.getsockname()[1]
+            worker = next(iter(r.fleet.workers.values()))
+            worker.spec = type(worker.spec)(name=worker.spec.name, url=f"http://127.0.0.1:{r.workers[0].port}")
+            assert (await r.ask(post(ask()))).body == OK
+            assert [o.error_code for o in r.retried] == ["connect_timeout"]
+            await until(r.quiet)
+        for filler in fillers:
+            filler.close()
+
+
+# --------------------------------------------------------------------------- after the first byte
+
+
+async def broken_stream(r: RelayRig, raw: bytes, then: object) -> tuple[list[bytes], bytes]:
+    """(chunks, what follows the last chunk) of a stream whose worker does `then` after two events."""
+    client = await r.client()
+    client.send(raw)
+    call = await r.workers[0].call()
+    call.begin_stream(TOKEN, TOKEN)
+    then(call)  # type: ignore[operator]
+    assert (await client.head())[0] == 200
+    chunks = []
+    while chunk := await client.chunk():
+        chunks.append(chunk)
+    return chunks, await client.rest()
+
+
+@both_loops
+@pytest.mark.parametrize("asks", [True, False], ids=["usage_asked", "usage_hidden"])
+@pytest.mark.parametrize("then", ["close", "reset", "half_event", "no_http", "stall"])
+async def test_a_stream_that_breaks_ends_with_one_error_event(then: str, asks: bool) -> None:
+    def act(call: Call) -> None:
+        match then:
+            case "close":
+                call.close()
+            case "reset":
+                call.abort()
+            case "half_event":
+                call.send(b"40\r\ndata: {half")
+                call.close()
+            case "no_http":
+                call.send(b"what?\r\n")
+
+    more = b',"stream_options":{"include_usage":true}' if asks else b""
+    async with relay(silent, answers(OK), timeouts=Timeouts(idle_s=0.2)) as r:
+        chunks, rest = await broken_stream(r, post(ask(stream=True, more=more)), act)
+        body = b"".join(chunks)
+        assert rest == b""
+        *events, error, end = body.split(b"\n\n")
+        assert end == b""
+        sent = [TOKEN.strip()] * 2
+        assert events[:2] == sent[: len(events[:2])]
+        assert error.startswith(b"data: ")
+        code = "worker_timeout" if then == "stall" else "worker_broken"
+        assert error_of(error[6:])["code"] == code
+        assert b"[DONE]" not in body
+        # What had come before a reset may be lost on the way to the gateway; nothing else is.
+        assert then == "reset" or events[:2] == sent
+        result = Result.TIMED_OUT if then == "stall" else Result.WORKER_FAILED
+        assert [(o.result, o.status, o.error_code) for o in r.outcomes] == [(result, 200, code)]
+        assert not r.workers[1].calls
+        await until(r.quiet)
+
+
+@both_loops
+async def test_a_broken_anthropic_stream() -> None:
+    body = b'{"model":"m","stream":true,"max_tokens":4,"messages":[{"role":"user","content":"hi"}]}'
+    async with relay(silent) as r:
+        chunks, _ = await broken_stream(r, post(body, path="/v1/messages"), lambda call: call.close())
+        name, data = b"".join(chunks).split(b"\n\n")[-2].split(b"\n")
+        assert name == b"event: error"
+        assert json.loads(data[6:])["type"] == "error"
+
+
+@both_loops
+async def test_a_broken_plain_answer_is_cut() -> None:
+    def short(call: Call) -> None:
+        call.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        call.close()
+
+    def chunked(call: Call) -> None:
+        call.begin_stream(b"{", content_type="application/json")
+        call.close()
+
+    async with relay(short, chunked) as r:
+        for expected in (b"\r\n\r\n{", b"1\r\n{\r\n"):
+            client = await r.client()
+            client.send(post(ask()))
+            raw = await client.rest()
+            assert raw.endswith(expected)
+        assert [o.result for o in r.outcomes] == [Result.WORKER_FAILED] * 2
+        client = await r.client()
+        client.send(post(ask(), version="1.0"))
+        await client.reader.readuntil(b"\r\n\r\n")
+        # Without a length only an error tells a 1.0 client; here there is one.
+        await client.rest()
+        await until(r.quiet)
+
+
+@both_loops
+async def test_a_stream_may_last_as_long_as_it_moves() -> None:
+    async with relay(silent, timeouts=Timeouts(idle_s=0.4)) as r:
+        client = await r.client()
+        client.send(post(ask(stream=True)))
+        call = await r.workers[0].call()
+        call.begin_stream()
+        await client.head()
+        for _ in range(12):
+            await asyncio.sleep(0.05)
+            call.events(TOKEN)
+            assert await client.chunk() == TOKEN
+        call.end_stream()
+        assert await client.chunk() == b""
+        await client.close()
+
+
+@both_loops
+async def test_the_total_limit_ends_even_a_moving_stream() -> None:
+    async with relay(silent, timeouts=Timeouts(total_s=0.3)) as r:
+        client = await r.client()
+        client.send(post(ask(stream=True)))
+        call = await r.workers[0].call()
+        call.begin_stream()
+        await client.head()
+        while not call.gone.is_set():
+            call.events(TOKEN)
+            await asyncio.sleep(0.01)
+        assert b"worker_timeout" in await client.rest()
+        assert (await r.outcome()).result is Result.TIMED_OUT
+
+
+# --------------------------------------------------------------------------- clients at fault
+
+REFUSED: Sequence[tuple[str, bytes, int, str]] = (
+    ("no_http", b"NONSENSE\r\n\r\n", 400, "invalid_http"),
+    (
+        "length_and_chunked",
+        b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+        "invalid_http",
+    ),
+    ("two_lengths", b"POST /v1/score HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n", 400, "invalid_http"),
+    ("bad_chunk", b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n", 400, "invalid_http"),
+    ("long_header", b"POST /v1/completions HTTP/1.1\r\nx: " + b"y" * 70_000 + b"\r\n\r\n", 431, "header_too_large"),
+    ("endless_header", b"POST /v1/completions HTTP/1.1\r\nx: " + b"y" * 70_000, 431, "header_too_large"),
+    ("many_headers", b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 40_000 + b"\r\n", 431, "header_too_large"),
+    ("connect", b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400, "bad_request"),
+)  # fmt: skip
+
+
+@both_loops
+@pytest.mark.parametrize(("raw", "status", "code"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+async def test_what_is_no_request_is_refused_and_the_connection_ends(raw: bytes, status: int, code: str) -> None:
+    async with relay(answers(OK)) as r:
+        client = await r.client()
+        client.send(raw)
+        answer = await client.answer()
+        assert (answer.status, error_of(answer.body)["code"]) == (status, code)
+        assert answer.headers["connection"] == "close"
+        assert "x-request-id" in answer.headers
+        assert await client.rest() == b""
+        assert not r.workers[0].calls
+        await until(r.quiet)
+
+
+@both_loops
+async def test_bad_bodies_are_refused_and_the_connection_lives() -> None:
+    async with relay(answers(OK)) as r:
+        client = await r.client()
+        for body, status, code in (
+            (b"", 400, "invalid_json"),
+            (b"{", 400, "invalid_json"),
+            (b'{"messages":[]}', 400, "bad_request"),
+            (b"[" * 100_000, 400, "invalid_json"),
+            (b'{"model":"\xff"}', 400, "invalid_json"),
+            (b'{"model":"nope","messages":[{"role":"user","content":"x"}]}', 404, "model_not_found"),
+        ):
+            client.send(post(body))
+            answer = await client.answer()
+            assert (answer.status, error_of(answer.body)["code"]) == (status, code)
+        client.send(post(ask()))
+        assert (await client.answer()).body == OK
+        assert [o.result for o in r.outcomes] == [Result.REFUSED] * 6 + [Result.COMPLETED]
+        assert not await_calls(r, 1)
+        await client.close()
+
+
+def await_calls(r: RelayRig, expected: int) -> bool:
+    """True when the worker saw another number of requests."""
+    return len(r.workers[0].calls) != expected
+
+
+@both_loops
+async def test_an_anthropic_refusal() -> None:
+    async with relay(answers(OK)) as r:
+        body = json.loads((await r.ask(post(b"{}", path="/v1/messages"))).body)
+        assert body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
+
+
+@both_loops
+async def test_a_body_above_the_limit_is_refused_before_it_is_read() -> None:
+    async with relay(answers(OK), limits=EdgeLimits(max_body_bytes=1_000_000)) as r:
+        client = await r.client()
+        raw = post(b"x" * 20_000_000)
+        client.send(raw[:200])
+        answer = await client.answer()
+        assert (answer.status, error_of(answer.body)["code"]) == (413, "payload_too_large")
+        await client.close()
+
+
+@both_loops
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_client_that_sends_20_mb_all_the_same_sees_why(chunked: bool) -> None:
+    async with relay(answers(OK), limits=EdgeLimits(max_body_bytes=1_000_000)) as r:
+        client = await r.client()
+        if chunked:
+            client.send(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range(20):
+                client.send(b"f4240\r\n" + b"x" * 1_000_000 + b"\r\n")
+        else:
+            client.send(post(b"x" * 20_000_000))
+        assert (await client.answer()).status == 413
+        await client.rest()
+        await until(r.quiet)
+        assert [(o.status, o.result) for o in r.outcomes] == [(413, Result.REFUSED)]
+        await client.close()
+
+
+@both_loops
+async def test_slow_clients() -> None:
+    """Nothing at all, half a head, half a body, nothing after an answer."""
+    limits = EdgeLimits(header_timeout_s=0.1, body_timeout_s=0.1)
+    async with relay(answers(OK), limits=limits, keep_alive_s=1) as r:
+        client = await r.client()
+        assert await client.rest() == b""
+        client = await r.client()
+        client.send(b"POST /v1/completions HTTP/1.1\r\n")
+        answer = await client.answer()
+        assert (answer.status, error_of(answer.body)["code"]) == (408, "request_timeout")
+        assert await client.rest() == b""
+        client = await r.client()
+        client.send(post(ask())[:-5])
+        answer = await client.answer()
+        assert (answer.status, error_of(answer.body)["code"]) == (408, "request_timeout")
+        assert await client.rest() == b""
+        client = await r.client()
+        client.send(post(ask()))
+        assert (await client.answer()).status == 200
+        assert await client.rest() == b""
+        await until(r.quiet)
+
+
+@both_loops
+async def test_too_many_at_once() -> None:
+    async with relay(silent, limits=EdgeLimits(max_exchanges=1)) as r:
+        client = await r.client()
+        client.send(post(ask()))
+        call = await r.workers[0].call()
+        refused = await r.ask(post(ask()))
+        assert (refused.status, error_of(refused.body)["code"]) == (503, "overloaded")
+        call.plain(OK)
+        assert (await client.answer()).body == OK
+        await client.close()

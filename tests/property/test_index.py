@@ -1,0 +1,252 @@
+"""The index equals a naive model under any order of events, over three workers (one with two ranks) and two tiers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import product
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from gateway.keys import chain, namespace
+from gateway.kv.events import Cleared, Removed, Stored
+from gateway.kv.index import KvIndex
+from gateway.kv.speculation import Speculation
+from gateway.records import Chain, EngineHash, EngineKind, PrefixBlocks, Slot, Tier
+
+SIZE = 2
+DEPTH = 4
+TIERS = (Tier.GPU, Tier.CPU)
+ENGINES = {0: EngineKind.VLLM, 1: EngineKind.VLLM, 2: EngineKind.SGLANG}
+RANKS = {0: (0,), 1: (0, 1), 2: (0,)}
+
+# A block is a path in a binary tree of contents: every path is one prompt. An engine may know one content by two
+# names (as vLLM did for salted prompts); a name is (path, alias).
+Path = tuple[int, ...]
+Name = tuple[Path, int]
+PROMPTS: list[Path] = [tuple(bits) for bits in product((0, 1), repeat=DEPTH)]
+
+
+def tokens_of(path: Path) -> list[int]:
+    return [token for depth, bit in enumerate(path) for token in (10 * depth + bit, 7)]
+
+
+def name_hash(worker: int, rank: int, name: Name) -> EngineHash:
+    path, alias = name
+    number = int("1" + "".join(map(str, path)), 2)
+    return EngineHash(number + 1_000 * alias + 10_000 * rank + 100_000 * worker)
+
+
+def request(path: Path) -> PrefixBlocks:
+    ids = tokens_of(path)
+    return PrefixBlocks((Chain(chain(namespace("m"), ids, SIZE), len(ids)),), len(ids), SIZE)
+
+
+@dataclass
+class ModelRank:
+    """Copies of each announced name by tier; who waits for whom; which names are placed."""
+
+    counted: bool
+    copies: dict[Tier, Counter[Name]] = field(default_factory=lambda: {tier: Counter() for tier in TIERS})
+    parents: dict[Name, Name | None] = field(default_factory=dict)
+    placed: set[Name] = field(default_factory=set)
+
+    def announced(self) -> set[Name]:
+        return {name for tier in TIERS for name, count in self.copies[tier].items() if count}
+
+    def add(self, name: Name, tier: Tier, parent: Name | None, *, has_tokens: bool) -> None:
+        self.copies[tier][name] = self.copies[tier][name] + 1 if self.counted else 1
+        if has_tokens:
+            if parent is None or parent in self.placed:
+                self.placed.add(name)
+            self.parents.setdefault(name, parent)
+        while True:
+            ready = {
+                name
+                for name in self.announced() - self.placed
+                if name in self.parents and (self.parents[name] is None or self.parents[name] in self.placed)
+            }
+            if not ready:
+                return
+            self.placed |= ready
+
+    def remove(self, name: Name, tier: Tier) -> None:
+        if self.copies[tier][name]:
+            self.copies[tier][name] -= 1
+        if name not in self.announced():
+            self.parents.pop(name, None)
+            self.placed.discard(name)
+
+    def holds(self, path: Path, tier: Tier) -> bool:
+        return any(self.copies[tier][name] and name in self.placed for name in ((path, 0), (path, 1)))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    speculations: Bundle[tuple[int, Speculation, frozenset[Path]]] = Bundle("speculations")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = KvIndex()
+        self.model: dict[int, dict[int, ModelRank]] = {}
+        self.promised: list[tuple[int, Speculation, frozenset[Path]]] = []
+        for worker in ENGINES:
+            self._bind(worker)
+
+    def _bind(self, worker: int) -> None:
+        engine = ENGINES[worker]
+        self.index.bind(Slot(worker), model="m", block_size=SIZE, engine=engine)
+        self.model[worker] = {rank: ModelRank(engine is not EngineKind.SGLANG) for rank in RANKS[worker]}
+
+    def _has(self, worker: int, path: Path, tier: Tier) -> bool:
+        return any(rank.holds(path, tier) for rank in self.model[worker].values())
+
+    def _confirmed_run(self, worker: int, path: Path) -> int:
+        length = 0
+        while length < DEPTH and self._has(worker, path[: length + 1], Tier.GPU):
+            length += 1
+        return length
+
+    places = st.sampled_from([(worker, rank) for worker, ranks in RANKS.items() for rank in ranks])
+
+    @rule(
+        place=places,
+        path=st.sampled_from(PROMPTS),
+        span=st.tuples(st.integers(0, DEPTH), st.integers(0, DEPTH)).map(sorted),
+        tier=st.sampled_from(TIERS),
+        alias=st.integers(0, 1),
+        parent_alias=st.integers(0, 1),
+        copies=st.integers(1, 2),
+    )
+    def store(
+        self,
+        place: tuple[int, int],
+        path: Path,
+        span: list[int],
+        tier: Tier,
+        alias: int,
+        parent_alias: int,
+        copies: int,
+    ) -> None:
+        worker, rank = place
+        start, end = span
+        names: list[Name] = [(path[: depth + 1], alias) for depth in range(start, end)]
+        above: Name | None = (path[:start], parent_alias) if start else None
+        event = Stored(
+            [name_hash(worker, rank, name) for name in names],
+            name_hash(worker, rank, above) if above else None,
+            tokens_of(path)[start * SIZE : end * SIZE],
+            SIZE,
+            tier,
+            keyed=True,
+        )
+        for _ in range(copies):
+            self.index.apply(Slot(worker), rank, [event])
+            parent = above
+            for name in names:
+                self.model[worker][rank].add(name, tier, parent, has_tokens=True)
+                parent = name
+
+    @rule(place=places, path=st.sampled_from(PROMPTS), depth=st.integers(1, DEPTH), alias=st.integers(0, 1))
+    def placeholder(self, place: tuple[int, int], path: Path, depth: int, alias: int) -> None:
+        worker, rank = place
+        name: Name = (path[:depth], alias)
+        self.index.apply(Slot(worker), rank, [Stored([name_hash(worker, rank, name)], None, [], 0, Tier.CPU)])
+        self.model[worker][rank].add(name, Tier.CPU, None, has_tokens=False)
+
+    @rule(place=places, tier=st.sampled_from(TIERS), data=st.data())
+    def remove(self, place: tuple[int, int], tier: Tier, data: st.DataObject) -> None:
+        worker, rank = place
+        table = self.model[worker][rank]
+        likely = sorted(name for name, count in table.copies[tier].items() if count)
+        names = data.draw(st.lists(st.sampled_from([*likely, (PROMPTS[0], 0)]), min_size=1, max_size=3), label="names")
+        self.index.apply(Slot(worker), rank, [Removed([name_hash(worker, rank, name) for name in names], tier)])
+        for name in names:
+            table.remove(name, tier)
+
+    @rule(place=places, purge=st.booleans())
+    def empty_a_rank(self, place: tuple[int, int], purge: bool) -> None:
+        worker, rank = place
+        if purge:
+            self.index.purge(Slot(worker), rank)
+        else:
+            self.index.apply(Slot(worker), rank, [Cleared()])
+        self.model[worker][rank] = ModelRank(self.model[worker][rank].counted)
+
+    @rule(worker=st.sampled_from(sorted(ENGINES)))
+    def purge_a_worker(self, worker: int) -> None:
+        self.index.purge(Slot(worker))
+        self.model[worker] = {rank: ModelRank(table.counted) for rank, table in self.model[worker].items()}
+
+    @rule(worker=st.sampled_from(sorted(ENGINES)))
+    def replace_a_worker(self, worker: int) -> None:
+        self.index.release(Slot(worker))
+        self._bind(worker)
+        self.promised = [promise for promise in self.promised if promise[0] != worker]
+
+    @rule(target=speculations, worker=st.sampled_from(sorted(ENGINES)), path=st.sampled_from(PROMPTS))
+    def speculate(self, worker: int, path: Path) -> tuple[int, Speculation, frozenset[Path]]:
+        start = self._confirmed_run(worker, path)
+        speculation = self.index.speculate(Slot(worker), request(path))
+        promise = (worker, speculation, frozenset(path[:depth] for depth in range(start + 1, DEPTH + 1)))
+        assert speculation.blocks == len(promise[2])
+        self.promised.append(promise)
+        return promise
+
+    @rule(promise=consumes(speculations), again=st.booleans())
+    def retract(self, promise: tuple[int, Speculation, frozenset[Path]], again: bool) -> None:
+        for _ in range(1 + again):
+            self.index.retract(promise[1])
+        self.promised = [other for other in self.promised if other is not promise]
+
+    @invariant()
+    def overlaps_are_the_models(self) -> None:
+        for path in PROMPTS:
+            overlaps = self.index.overlap(request(path), 0b111)
+            for worker in ENGINES:
+                slot = Slot(worker)
+                sent = {other for to, _, paths in self.promised if to == worker for other in paths}
+                fast = 0
+                while fast < DEPTH and (self._has(worker, path[: fast + 1], Tier.GPU) or path[: fast + 1] in sent):
+                    fast += 1
+                end = fast
+                while end < DEPTH and self._has(worker, path[: end + 1], Tier.CPU):
+                    end += 1
+                usable = min(end, DEPTH - 1)
+                assert overlaps.blocks(slot) == end
+                assert overlaps.tokens(slot) == usable * SIZE
+                slow = max(0, usable - fast) * SIZE
+                assert overlaps.slow(slot) == ({Tier.CPU: slow} if slow else {})
+                confirmed = self._confirmed_run(worker, path)
+                while confirmed < DEPTH and self._has(worker, path[: confirmed + 1], Tier.CPU):
+                    confirmed += 1
+                assert overlaps.confirmed(slot) == min(confirmed, DEPTH - 1) * SIZE
+
+    @invariant()
+    def numbers_are_the_models(self) -> None:
+        stats = self.index.stats()
+        waiting = 0
+        for worker, ranks in self.model.items():
+            waiting += sum(len(table.announced() - table.placed) for table in ranks.values())
+            for tier in TIERS:
+                held = {
+                    path
+                    for table in ranks.values()
+                    for (path, alias), count in table.copies[tier].items()
+                    if count and (path, alias) in table.placed
+                }
+                assert self.index.resident(Slot(worker), tier) == len(held)
+                for rank, table in ranks.items():
+                    named = {
+                        name_hash(worker, rank, name)
+                        for name, count in table.copies[tier].items()
+                        if count and name in table.placed
+                    }
+                    assert self.index.engine_hashes(Slot(worker), rank, tier) == named
+        assert stats.orphans + stats.placeholders == waiting
+        assert stats.speculative == sum(len(paths) for _, _, paths in self.promised)
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

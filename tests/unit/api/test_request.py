@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.api import parse_request
+from gateway.errors import BadRequest
+from gateway.records import ChatPrompt, Endpoint, InferenceRequest, NoPrompt, Prompt, TextPrompt, TokenPrompt
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def parse(body: bytes | dict[str, Any], endpoint: Endpoint = Endpoint.CHAT, **options: Any) -> InferenceRequest:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return parse_request(endpoint, raw, request_id="r1", **options)
+
+
+def chat(**fields: Any) -> InferenceRequest:
+    return parse({"model": "m", "messages": HELLO, **fields})
+
+
+def prompt_of(endpoint: Endpoint, **fields: Any) -> Prompt:
+    return parse({"model": "m", **fields}, endpoint).prompt
+
+
+def refused(body: bytes | dict[str, Any], endpoint: Endpoint = Endpoint.CHAT) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        parse(body, endpoint)
+    return caught.value
+
+
+def test_chat() -> None:
+    request = chat(
+        stream=True,
+        stream_options={"include_usage": True, "x": 1},
+        max_tokens=7,
+        n=2,
+        cache_salt="s",
+        priority=-3,
+        tools=[{"type": "function"}],
+        chat_template_kwargs={"a": 1},
+        reasoning_effort="low",
+        unknown_field={"deep": [1]},
+    )
+    assert request.model == "m"
+    assert request.request_id == "r1"
+    assert (request.stream, request.usage_asked, request.max_tokens, request.choices) == (True, True, 7, 2)
+    assert (request.cache_salt, request.priority) == ("s", -3)
+    assert request.stream_options == {"include_usage": True, "x": 1}
+    assert request.prompt == ChatPrompt(
+        messages=HELLO,
+        tools=[{"type": "function"}],
+        template_kwargs={"a": 1},
+        reasoning_effort="low",
+    )
+
+
+def test_defaults_and_null_fields_are_the_same() -> None:
+    null = dict.fromkeys(
+        ("stream", "stream_options", "max_tokens", "n", "cache_salt", "priority", "tools", "documents")
+    )
+    assert chat(**null).prompt == chat().prompt
+    request = chat(**null)
+    assert (request.stream, request.usage_asked, request.max_tokens, request.choices) == (False, False, None, 1)
+    assert request.body_bytes == len(json.dumps({"model": "m", "messages": HELLO, **null}))
+
+
+def test_the_last_of_two_equal_keys_wins_as_in_the_engines() -> None:
+    request = parse(
+        b'{"model":"a","stream":true,"messages":[{"role":"user","content":"x"}],"model":"b","stream":false}'
+    )
+    assert (request.model, request.stream) == ("b", False)
+
+
+def test_text_inside_a_prompt_is_no_field() -> None:
+    text = '{"model":"evil","stream":true,"priority":9,"session_id":"x"}'
+    request = parse(
+        {"model": "m", "messages": [{"role": "user", "content": text, "stream": True}]}, affinity_field="session_id"
+    )
+    assert (request.model, request.stream, request.priority, request.session) == ("m", False, 0, None)
+
+
+def test_big_integers_are_exact() -> None:
+    raw = b'{"model":"m","messages":[{"role":"user","content":"x"}],"tools":[{"n":123456789012345678901234567890}]}'
+    prompt = parse(raw).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools == [{"n": 123456789012345678901234567890}]
+
+
+@pytest.mark.parametrize(
+    "fragment",
+    [b'"temperature": NaN', b'"top_p": Infinity', b'"x": -Infinity', b'"x": 1e999', b'"x": "\\ud800"'],
+)
+def test_what_only_the_engines_decoder_accepts_is_left_to_the_worker(fragment: bytes) -> None:
+    assert parse(b'{"model":"m","messages":[{"role":"user","content":"x"}],' + fragment + b"}").model == "m"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"   ",
+        b"nonsense",
+        b'{"model":"m"',
+        b'{"model":"m",}',
+        b'{"model":"m"} x',
+        b'{"model":"\xff\xfe"}',
+        b'"text"',
+        b"[1]",
+        b"null",
+        b"17",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"model":"m","messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"model":"m","n":' + b"9" * 5_000 + b"}",
+        '{"model":"m"}'.encode("utf-16"),
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+def test_bodies_that_are_no_json_object_are_refused(body: bytes, endpoint: Endpoint) -> None:
+    error = refused(body, endpoint)
+    assert (error.status, error.code) == (400, "invalid_json")
+
+
+def test_a_byte_order_mark_is_accepted_as_the_engines_do() -> None:
+    assert parse(b'\xef\xbb\xbf{"model":"m","messages":[{"role":"user","content":"x"}]}').model == "m"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": 3}, "model"),
+        ({"model": ""}, "model"),
+        ({"model": ["m"]}, "model"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": {"role": "user"}}, "messages"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [*HELLO, None]}, "messages"),
+        ({"stream": "true"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": []}, "stream_options"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": False}, "n"),
+        ({"n": [2]}, "n"),
+        ({"priority": "high"}, "priority"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"add_generation_prompt": "yes"}, "add_generation_prompt"),
+        ({"continue_final_message": 0}, "continue_final_message"),
+        ({"add_special_tokens": "no"}, "add_special_tokens"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    error = refused({"model": "m", "messages": HELLO, **fields})
+    assert error.param == param
+    assert param in error.message
+
+
+def test_a_whole_number_written_with_a_point_is_a_whole_number() -> None:
+    assert chat(max_tokens=12.0).max_tokens == 12
+
+
+def test_the_newer_limit_wins_in_chats() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=9).max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": {"type": "function"}},
+        {"tools": ["f"]},
+        {"documents": "text"},
+        {"chat_template_kwargs": [1]},
+        {"reasoning_effort": 3},
+        {"chat_template": 3},
+    ],
+)
+def test_other_wrong_fields_are_the_workers_to_judge(fields: dict[str, Any]) -> None:
+    assert chat(**fields).prompt == NoPrompt("malformed")
+
+
+def test_truncated_prompts_are_not_known() -> None:
+    assert chat(truncate_prompt_tokens=100).prompt == NoPrompt("truncated")
+    assert isinstance(chat(truncate_prompt_tokens=-1).prompt, ChatPrompt)
+    assert prompt_of(Endpoint.COMPLETIONS, prompt="x", truncate_prompt_tokens=1) == NoPrompt("truncated")
+
+
+def test_completions() -> None:
+    assert prompt_of(Endpoint.COMPLETIONS, prompt="a") == TextPrompt(("a",))
+    assert prompt_of(Endpoint.COMPLETIONS, prompt=["a", "b"], add_special_tokens=False) == TextPrompt(("a", "b"), False)
+    ids = prompt_of(Endpoint.COMPLETIONS, prompt=[1, 2, 4294967295])
+    assert isinstance(ids, TokenPrompt)
+    assert [list(tokens) for tokens in ids.token_lists] == [[1, 2, 4294967295]]
+    lists = prompt_of(Endpoint.COMPLETIONS, prompt=[[1], [2, 3]])
+    assert isinstance(lists, TokenPrompt)
+    assert [list(tokens) for tokens in lists.token_lists] == [[1], [2, 3]]
+    assert prompt_of(Endpoint.COMPLETIONS, prompt_embeds="...") == NoPrompt("prompt_embeds")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, "", [], [""], ["a", ""], [[]], [[1], []], 5, True, {}, [True], [1, True], [1, "a"], ["a", 1], [1.0], [-1],
+     [4294967296], [[1], 2], [[1], "a"], [[1, -1]], [None], [[[1]]]],
+    ids=repr,
+)  # fmt: skip
+def test_wrong_prompts_are_refused(prompt: object) -> None:
+    assert refused({"model": "m", "prompt": prompt}, Endpoint.COMPLETIONS).param == "prompt"
+
+
+def test_booleans_elsewhere_do_not_spoil_token_ids() -> None:
+    prompt = prompt_of(Endpoint.COMPLETIONS, prompt=[1, 0], stream=True, echo=False)
+    assert isinstance(prompt, TokenPrompt)
+
+
+def test_generate_needs_no_model() -> None:
+    request = parse({"text": "hi", "sampling_params": {"max_new_tokens": 3, "n": 2}}, Endpoint.GENERATE)
+    assert (request.model, request.max_tokens, request.choices) == ("", 3, 2)
+    assert request.prompt == TextPrompt(("hi",))
+    ids = parse({"model": "m", "input_ids": [[1, 2], [3]], "sampling_params": [{}, {}]}, Endpoint.GENERATE).prompt
+    assert isinstance(ids, TokenPrompt)
+    assert refused({"text": ""}, Endpoint.GENERATE).param == "text"
+    assert refused({"model": 4, "text": "x"}, Endpoint.GENERATE).param == "model"
+    assert refused({"input_ids": [-1]}, Endpoint.GENERATE).param == "input_ids"
+    assert parse({"text": "x", "image_data": "..."}, Endpoint.GENERATE).prompt == NoPrompt("multimodal")
+    assert parse({"text": "x", "session_params": {"id": 1}}, Endpoint.GENERATE).prompt == NoPrompt("session")
+    assert parse({"input_embeds": [[0.5]]}, Endpoint.GENERATE).prompt == NoPrompt("prompt_embeds")
+
+
+def test_embeddings() -> None:
+    assert prompt_of(Endpoint.EMBEDDINGS, input=["a", "b"]) == TextPrompt(("a", "b"))
+    assert prompt_of(Endpoint.EMBEDDINGS, messages=HELLO) == ChatPrompt(HELLO, add_generation_prompt=False)
+    assert prompt_of(Endpoint.EMBEDDINGS, input=[{"text": "a", "image": "b"}]) == NoPrompt("multimodal")
+    assert refused({"model": "m"}, Endpoint.EMBEDDINGS).param == "input"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "max_tokens"),
+    [
+        (Endpoint.RESPONSES, {"model": "m", "input": "x", "max_output_tokens": 4}, 4),
+        (Endpoint.MESSAGES, {"model": "m", "messages": HELLO, "max_tokens": 5}, 5),
+        (Endpoint.RERANK, {"model": "m", "query": "q", "documents": ["d"]}, None),
+        (Endpoint.SCORE, {"model": "m", "text_1": "a", "text_2": "b"}, None),
+        (Endpoint.TOKENIZE, {"prompt": "x"}, None),
+        (Endpoint.DETOKENIZE, {"tokens": [1]}, None),
+    ],
+)
+def test_endpoints_whose_tokens_are_not_known(endpoint: Endpoint, body: dict[str, Any], max_tokens: int | None) -> None:
+    request = parse(body, endpoint)
+    assert request.prompt == NoPrompt("endpoint")
+    assert request.max_tokens == max_tokens
+    assert request.usage_asked
+
+
+def test_session_comes_from_the_header_or_from_the_configured_field() -> None:
+    body = {"model": "m", "messages": HELLO, "session_id": "body", "turn": 4, "flag": True, "long": "x" * 2000}
+    assert parse(body).session is None
+    assert parse(body, session="header").session == "header"
+    assert parse(body, affinity_field="session_id").session == "body"
+    assert parse(body, session="header", affinity_field="session_id").session == "header"
+    assert parse(body, affinity_field="turn").session == "4"
+    for unusable in ("missing", "flag", "long", "messages"):
+        assert parse(body, affinity_field=unusable).session is None
+
+
+def test_priority_of_the_body_wins() -> None:
+    assert parse({"model": "m", "messages": HELLO}, priority=3).priority == 3
+    assert parse({"model": "m", "messages": HELLO, "priority": 0}, priority=3).priority == 0

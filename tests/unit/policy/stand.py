@@ -1,0 +1,33 @@
+"""A worker as policies see it, with every number in the test's hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.records import Slot, WorkerId
+
+_NAME = WorkerId("w")
+_SLOT = Slot(0)
+
+
+@dataclass
+class Stand:
+    """A worker as policies see it."""
+
+    id: WorkerId = _NAME
+    slot: Slot = _SLOT
+    weight: float = 1.0
+    picked: int = 0
+    inflight_requests: int = 0
+    inflight_tokens: int = 0
+    pending_s: float = 0.0
+    head_s: float = 0.0
+    head_since: float = 0.0
+    slowdown: float = 1.0
+    foreign_s: float = 0.0
+    foreign_since: float = 0.0
+    foreign_requests: float = 0.0
+    kv_tokens: int = 0
+    kv_capacity: int = 0
+    unindexed_tokens: int = 0
+    evict_discount: float = 0.0

@@ -1,0 +1,154 @@
+"""Workers, slots and pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.pool import Fleet, Reservation, WorkerState
+from gateway.pool.fleet import MAX_WORKERS
+from gateway.records import EngineKind, LoadSample, Role, WorkerFacts, WorkerId, WorkerSpec
+
+
+def spec(name: str, *, url: str | None = None, role: Role = Role.BOTH, models: tuple[str, ...] = ()) -> WorkerSpec:
+    return WorkerSpec(WorkerId(name), url or f"http://{name}:8000", role=role, models=models)
+
+
+def facts(*models: str, block_size: int | None = 16, length: int | None = None, **adapters: str) -> WorkerFacts:
+    return WorkerFacts(
+        EngineKind.VLLM, "1", models or ("m",), adapters=adapters, block_size=block_size, max_model_len=length
+    )
+
+
+def open_request() -> Reservation:
+    return Reservation(100, 0, 0, 1.0, True, sent_at=0.0)
+
+
+def test_a_pool_for_each_name_and_adapters_with_their_base() -> None:
+    fleet = Fleet()
+    fleet.add(spec("a"), facts("llama", sql="llama"), 0.0)
+    fleet.add(spec("b"), facts("llama"), 0.0)
+    fleet.add(spec("c"), facts("qwen"), 0.0)
+    llama, sql = fleet.pools["llama"], fleet.pools["sql"]
+    assert [w.id for w in llama.workers] == ["a", "b"]
+    assert (llama.model, llama.adapter) == ("llama", None)
+    assert [w.id for w in sql.workers] == ["a"]
+    assert (sql.name, sql.model, sql.adapter) == ("sql", "llama", "sql")
+    assert sql.rates is llama.rates
+    assert [(m.name, m.base) for m in fleet.models()] == [("llama", None), ("qwen", None), ("sql", "llama")]
+
+
+def test_names_served_side_by_side_are_one_model() -> None:
+    fleet = Fleet()
+    fleet.add(spec("a"), facts("big", block_size=32), 0.0)
+    fleet.add(spec("b"), facts("alias", block_size=16, lora="alias"), 0.0)
+    assert {pool.model for pool in fleet.pools.values()} == {"big", "alias"}
+    fleet.add(spec("c"), facts("big", "alias", block_size=32), 0.0)
+    pools = fleet.pools
+    assert {name: pool.model for name, pool in pools.items()} == dict.fromkeys(("big", "alias", "lora"), "big")
+    assert [w.id for w in pools["big"].workers] == ["a", "c"]
+    assert [w.id for w in pools["alias"].workers] == ["b", "c"]
+    assert {pool.block_size for pool in pools.values()} == {16}
+    assert {fleet.key_block_size(worker) for worker in fleet.workers.values()} == {16}
+    assert pools["alias"].rates is pools["big"].rates
+    assert {id(worker.rates) for worker in fleet.workers.values()} == {id(pools["big"].rates)}
+    fleet.remove(WorkerId("c"), 1.0)
+    assert {pool.model for pool in fleet.pools.values()} == {"big", "alias"}
+
+
+def test_configured_names_win_over_reported_ones() -> None:
+    fleet = Fleet()
+    fleet.add(spec("a", models=("llama",)), facts("/models/llama-3"), 0.0)
+    assert list(fleet.pools) == ["llama"]
+
+
+def test_block_size_divides_every_workers_and_a_configured_one_wins() -> None:
+    fleet = Fleet(block_sizes={"fixed": 8})
+    fleet.add(spec("a"), facts("m", block_size=32), 0.0)
+    assert fleet.pools["m"].block_size == 32
+    fleet.add(spec("b"), facts("m", block_size=48, lora="m"), 0.0)
+    assert fleet.pools["m"].block_size == 16
+    assert fleet.pools["lora"].block_size == 16  # one key space with its base
+    fleet.add(spec("c"), facts("fixed", block_size=16), 0.0)
+    assert fleet.pools["fixed"].block_size == 8
+    fleet.add(spec("d"), facts("silent", block_size=None), 0.0)
+    assert fleet.pools["silent"].block_size == 16
+
+
+def test_only_ready_workers_of_a_serving_role_are_candidates() -> None:
+    fleet = Fleet()
+    for name, role in (("a", Role.BOTH), ("b", Role.PREFILL), ("c", Role.BOTH), ("d", Role.BOTH)):
+        fleet.add(spec(name, role=role), facts(), 0.0)
+    fleet.set_state(WorkerId("c"), WorkerState.DRAINING, 1.0)
+    fleet.set_state(WorkerId("d"), WorkerState.DOWN, 1.0, reason="probe failed")
+    pool = fleet.pools["m"]
+    assert [w.id for w in pool.ready] == ["a"]
+    assert pool.mask == 1 << fleet.workers[WorkerId("a")].slot
+    assert dict(pool.not_ready) == {"b": "role_prefill", "c": "draining", "d": "down"}
+    fleet.set_state(WorkerId("c"), WorkerState.READY, 2.0)
+    assert [w.id for w in pool.ready] == ["a", "c"]
+
+
+def test_a_pool_goes_with_its_last_worker() -> None:
+    fleet = Fleet()
+    fleet.add(spec("a"), facts(), 0.0)
+    fleet.remove(WorkerId("a"), 1.0)
+    fleet.remove(WorkerId("a"), 1.0)
+    assert not fleet.pools
+    assert not fleet.workers
+
+
+def test_slots_are_used_again_once_nothing_is_open() -> None:
+    fleet = Fleet()
+    first, second = fleet.add(spec("a"), facts(), 0.0), fleet.add(spec("b"), facts(), 0.0)
+    late = open_request()
+    fleet.reserve(first, late, 0.0)
+    fleet.remove(first.id, 1.0)
+    assert fleet.add(spec("c"), facts(), 1.0).slot not in (first.slot, second.slot)
+    fleet.release(first, late, 2.0)
+    assert fleet.add(spec("d"), facts(), 2.0).slot == first.slot
+    fleet.release(first, late, 3.0)
+    assert fleet.add(spec("e"), facts(), 3.0).slot not in {w.slot for w in fleet.workers.values() if w.id != "e"}
+
+
+def test_a_worker_that_comes_back_is_known_by_its_open_load() -> None:
+    fleet = Fleet()
+    worker = fleet.add(spec("a"), facts(), 0.0)
+    reservations = [open_request() for _ in range(50)]
+    for reservation in reservations:
+        fleet.reserve(worker, reservation, 0.0)
+    fleet.remove(worker.id, 1.0)
+    again = fleet.add(spec("a"), facts(), 1.2)
+    assert again is worker
+    assert (again.state, again.inflight_requests) == (WorkerState.READY, 50)
+    for reservation in reservations:
+        fleet.release(worker, reservation, 2.0)
+    assert again.inflight_requests == 0
+    assert fleet.add(spec("b"), facts(), 3.0).slot != again.slot
+
+
+def test_the_same_name_at_another_address_is_another_worker() -> None:
+    fleet = Fleet()
+    worker = fleet.add(spec("a"), facts(), 0.0)
+    fleet.reserve(worker, open_request(), 0.0)
+    moved = fleet.add(spec("a", url="http://elsewhere:8000"), facts(), 1.0)
+    assert moved is not worker
+    assert (moved.inflight_requests, worker.inflight_requests) == (0, 1)
+    assert moved.slot != worker.slot
+
+
+def test_new_facts_move_a_worker_between_pools() -> None:
+    fleet = Fleet()
+    fleet.add(spec("a"), facts("old", length=4096), 0.0)
+    fleet.facts(WorkerId("a"), facts("new", length=8192), 1.0)
+    assert list(fleet.pools) == ["new"]
+    assert fleet.pools["new"].shortest == 8192
+    fleet.facts(WorkerId("nobody"), facts("x"), 1.0)
+    fleet.load(WorkerId("nobody"), LoadSample(0, 0, 0), 1.0)
+
+
+def test_slots_are_bounded() -> None:
+    fleet = Fleet()
+    for number in range(MAX_WORKERS):
+        fleet.add(spec(f"w{number}"), facts(), 0.0)
+    with pytest.raises(ValueError, match="at most"):
+        fleet.add(spec("one-too-many"), facts(), 0.0)

@@ -1,0 +1,35 @@
+"""Session records are bounded in number and in time."""
+
+from __future__ import annotations
+
+from gateway.pool import Sessions
+from gateway.records import WorkerId
+
+A, B = WorkerId("a"), WorkerId("b")
+
+
+def test_the_last_worker_is_remembered_for_the_life_time() -> None:
+    sessions = Sessions(ttl_s=10.0)
+    sessions.keep("s", A, 0.0)
+    sessions.keep("s", B, 5.0)
+    assert sessions.find("s", 15.0) == B
+    assert sessions.find("s", 15.1) is None
+    assert sessions.find("other", 5.0) is None
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    sessions = Sessions(max_sessions=2)
+    sessions.keep("old", A, 0.0)
+    sessions.keep("busy", A, 1.0)
+    sessions.keep("old", A, 2.0)
+    sessions.keep("new", B, 3.0)
+    assert (sessions.find("busy", 3.0), sessions.find("old", 3.0), len(sessions)) == (None, A, 2)
+    assert sessions.by_worker() == {A: 1, B: 1}
+
+
+def test_expiry_takes_what_is_past_its_time_only() -> None:
+    sessions = Sessions(ttl_s=10.0)
+    for number in range(5):
+        sessions.keep(f"s{number}", A, float(number))
+    assert sessions.expire(12.5) == 3
+    assert len(sessions) == 2

@@ -1,0 +1,183 @@
+"""One worker's accounting: reservations, waiting time, KV room, other clients' work, what first bytes teach."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.pool import PoolRates, Reservation, Worker
+from gateway.pool.worker import STALE_S
+from gateway.records import EngineKind, LoadSample, Slot, WorkerFacts, WorkerId, WorkerSpec
+
+
+def make_worker(*, kv_blocks: int | None = 1000, rates: PoolRates | None = None) -> Worker:
+    spec = WorkerSpec(WorkerId("w"), "http://w:8000")
+    facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), block_size=16, kv_blocks=kv_blocks)
+    return Worker(spec.name, Slot(0), spec, facts, rates or PoolRates(), 16, added_at=0.0)
+
+
+def make_reservation(prefill_s: float = 1.0, *, new: int = 1000, output: int = 0, streamed: bool = True) -> Reservation:
+    return Reservation(new, 0, output, prefill_s, streamed, sent_at=0.0)
+
+
+def test_wait_is_what_is_ahead_less_what_has_run() -> None:
+    worker = make_worker()
+    first, second = make_reservation(2.0), make_reservation(3.0)
+    worker.reserve(first, 10.0)
+    worker.reserve(second, 11.0)
+    assert (worker.pending_s, worker.head_s, worker.head_since) == (5.0, 2.0, 10.0)
+    worker.first_byte(first, 12.5)
+    assert (worker.pending_s, worker.head_s, worker.head_since) == (3.0, 3.0, 12.5)
+    worker.first_byte(second, 14.0)
+    assert (worker.pending_s, worker.head_s, worker.pending) == (0.0, 0.0, 0)
+    assert worker.inflight_requests == 2
+
+
+def test_the_head_goes_on_when_another_one_finishes_first() -> None:
+    worker = make_worker()
+    first, second = make_reservation(2.0), make_reservation(3.0)
+    worker.reserve(first, 10.0)
+    worker.reserve(second, 10.0)
+    worker.first_byte(second, 11.0)
+    assert (worker.pending_s, worker.head_since) == (2.0, 10.0)
+
+
+def test_release_puts_every_number_back_and_is_once_only() -> None:
+    worker = make_worker()
+    reservations = [make_reservation(1.0, output=100) for _ in range(3)]
+    for reservation in reservations:
+        worker.reserve(reservation, 1.0)
+    worker.first_byte(reservations[1], 2.0)
+    for reservation in reservations:
+        worker.release(reservation, 3.0)
+        worker.release(reservation, 3.0)
+        worker.first_byte(reservation, 3.0)
+    state = (worker.inflight_requests, worker.inflight_tokens, worker.pending, worker.pending_s, worker.kv_tokens)
+    assert state == (0, 0, 0, 0.0, 0)
+    assert worker.unindexed_tokens == 0
+
+
+def test_requests_without_a_stream_leave_the_queue_when_their_estimate_has_run_out() -> None:
+    worker = make_worker()
+    plain = [make_reservation(1.0, streamed=False) for _ in range(3)]
+    for reservation in plain:
+        worker.reserve(reservation, 10.0)
+    worker.tick(12.5)
+    assert (worker.pending, worker.pending_s, worker.head_since) == (1, 1.0, 12.0)
+    worker.tick(20.0)
+    assert worker.pending == 0
+    assert worker.inflight_requests == 3
+
+
+def test_kv_room_is_the_poll_plus_what_we_did_since() -> None:
+    worker = make_worker(kv_blocks=1000)  # 16,000 tokens
+    running, queued = make_reservation(new=800, output=200), make_reservation(new=500, output=100)
+    worker.reserve(running, 0.0)
+    worker.first_byte(running, 1.0)
+    worker.reserve(queued, 1.0)
+    assert worker.kv_tokens == 1600
+    worker.observe(LoadSample(running=2, waiting=0, kv_usage=0.5), 2.0)
+    assert worker.kv_tokens == 8000  # the head of the queue is in the engine's own figure
+    later = make_reservation(new=1000, output=0)
+    worker.reserve(later, 2.5)
+    assert worker.kv_tokens == 9000
+    worker.release(running, 3.0)
+    assert worker.kv_tokens == 8000
+
+
+def test_a_stale_poll_says_nothing() -> None:
+    worker = make_worker()
+    worker.observe(LoadSample(running=0, waiting=0, kv_usage=0.9), 1.0)
+    worker.tick(1.0 + STALE_S)
+    assert worker.kv_tokens == 14_400
+    worker.tick(1.1 + STALE_S)
+    assert (worker.load, worker.kv_tokens) == (None, 0)
+
+
+def test_capacity_of_a_poll_wins_over_the_probe_and_none_means_no_price() -> None:
+    worker = make_worker(kv_blocks=None)
+    assert worker.kv_capacity == 0
+    worker.observe(LoadSample(0, 0, 0.0, kv_blocks=50), 1.0)
+    assert worker.kv_capacity == 800
+
+
+def test_other_clients_work_counts_after_two_polls_and_at_the_hit_rate_seen() -> None:
+    rates = PoolRates()
+    rates.learn_prompt(1000)
+    worker = make_worker(rates=rates)
+    busy = LoadSample(running=2, waiting=4, kv_usage=0.1, prefix_queries=0.0, prefix_hits=0.0)
+    worker.observe(busy, 1.0)
+    assert (worker.foreign_requests, worker.foreign_s) == (0.0, 0.0)
+    worker.observe(busy, 2.0)
+    assert worker.foreign_requests == 6.0
+    assert worker.foreign_s == pytest.approx(4 * rates.prefill_s(500, 500))  # half of a prompt is taken to hit
+    for number in range(1, 100):
+        worker.observe(LoadSample(2, 4, 0.1, prefix_queries=1000.0 * number, prefix_hits=950.0 * number), 2.0 + number)
+    assert worker.hit_rate == pytest.approx(0.95, abs=0.01)
+    assert worker.foreign_s < 4 * rates.prefill_s(100, 900)
+
+
+def test_our_own_requests_are_not_taken_for_others() -> None:
+    worker = make_worker()
+    for _ in range(3):
+        worker.reserve(make_reservation(), 0.0)
+    for at in (1.0, 2.0, 3.0):
+        worker.observe(LoadSample(running=1, waiting=2, kv_usage=0.1), at)
+    assert (worker.foreign_requests, worker.foreign_s) == (0.0, 0.0)
+
+
+def learn_once(worker: Worker, *, streamed: bool = True, took_s: float = 0.5) -> int:
+    before = worker.rates.samples
+    reservation = make_reservation(0.2, streamed=streamed)
+    worker.reserve(reservation, 100.0)
+    worker.first_byte(reservation, 100.0 + took_s)
+    worker.release(reservation, 101.0)
+    return worker.rates.samples - before
+
+
+def test_a_first_byte_of_an_idle_worker_teaches_its_speed() -> None:
+    worker = make_worker()
+    assert learn_once(worker) == 1
+
+
+def test_what_says_nothing_about_prefill_is_not_learned_from() -> None:
+    assert learn_once(make_worker(), streamed=False) == 0  # the head of a whole answer comes at its end
+    crowded = make_worker(kv_blocks=65)  # 1,040 tokens: the request may have waited for room
+    assert learn_once(crowded) == 0
+    gone = make_worker()
+    reservation = make_reservation()
+    gone.reserve(reservation, 1.0)
+    gone.release(reservation, 2.0)
+    assert gone.rates.samples == 0
+
+
+def test_a_busy_period_is_learned_as_a_whole() -> None:
+    """Two prompts prefilled in one batch give their first bytes together; their sum is what took the time."""
+    worker = make_worker()
+    for _ in range(40):
+        first, second = make_reservation(0.1, new=500), make_reservation(0.1, new=500)
+        worker.reserve(first, 100.0)
+        worker.reserve(second, 100.0)
+        worker.first_byte(first, 100.3)
+        worker.first_byte(second, 100.3)
+        worker.release(first, 101.0)
+        worker.release(second, 101.0)
+    assert worker.rates.samples == 40
+    assert 2 * worker.rates.prefill_s(500, 0) == pytest.approx(0.3, rel=0.1)
+
+
+def test_victims_are_worth_less_the_slower_the_cache_turns_over() -> None:
+    def discount(every_s: float) -> float:
+        worker = make_worker()
+        at = 0.0
+        while at < 300.0:
+            at += every_s
+            reservation = make_reservation(0.01, new=800)
+            worker.reserve(reservation, at)
+            worker.first_byte(reservation, at + 0.01)
+            worker.release(reservation, at + 0.02)
+        return worker.evict_discount
+
+    fast, slow = discount(1.0), discount(30.0)
+    assert 0.0 < slow < fast < 1.0
+    # 16,000 idle tokens at 800 tokens a second are 20 s old.
+    assert fast == pytest.approx(2.718 ** (-20 / 300), rel=0.05)

@@ -1,0 +1,115 @@
+"""Configuration: order of the sources, and that every mistake names the path of its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.config import ConfigError, Settings, default_worker_name, load, worker_url
+from gateway.records import EngineKind
+
+
+def problems_of(**kwargs: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**kwargs)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kvgate.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    path = write(tmp_path, "server: {host: file, port: 1, admin_port: 7}\n")
+    settings = load(
+        path,
+        environ={"KVGATE_SERVER__PORT": "2", "KVGATE_SERVER__HOST": "env", "HOME": "/"},
+        overrides={"server": {"host": "flag"}},
+    )
+    assert (settings.server.host, settings.server.port, settings.server.admin_port) == ("flag", 2, 7)
+
+
+def test_sections_left_empty_are_their_defaults(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "auth:\nserver:\n"), environ={}) == load(environ={})
+
+
+def test_nested_environment_and_json_lists() -> None:
+    settings = load(
+        environ={
+            "KVGATE_ROUTING__AFFINITY__TTL_S": "5",
+            "KVGATE_WORKERS": '[{"url": "http://a:1", "engine": "sglang"}]',
+        }
+    )
+    assert settings.routing.affinity.ttl_s == 5
+    assert settings.worker_specs()[0].engine is EngineKind.SGLANG
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("server: {prot: 1}", "server.prot: unknown key; did you mean `port`?"),
+        ("sever: {}", "sever: unknown key; did you mean `server`?"),
+        ("routing: {affinity: {heeader: x}}", "routing.affinity.heeader: unknown key; did you mean `header`?"),
+        ("workers: [{url: 'http://a:1', nmae: w}]", "workers.0.nmae: unknown key; did you mean `name`?"),
+        ("server: {port: 70000}", "server.port: "),
+        ("routing: {alpha: .nan}", "routing.alpha: "),
+        ("workers: [{url: 'http://a:1/v1'}]", "give the base URL only"),
+        ("workers: [{url: 'ftp://a'}]", "is no worker URL"),
+        ("workers: [{url: 'http://a:1', kv_events: 'a:5557'}]", "expected `auto`, `off` or an endpoint"),
+        ("workers: [{url: 'http://a:1', name: w}, {url: 'http://b:1', name: w}]", "'w' is used twice"),
+        ("models: [{name: m}, {name: n, aliases: [m]}]", "'m' is used twice"),
+        ("- a", "expected sections"),
+        ("server: [", "no valid YAML"),
+    ],
+)
+def test_a_mistake_names_its_key(tmp_path: Path, text: str, said: str) -> None:
+    assert said in problems_of(path=write(tmp_path, text), environ={})
+
+
+def test_unknown_environment_keys_are_refused() -> None:
+    assert "KVGATE_SERVR__PORT: unknown section `servr`" in problems_of(environ={"KVGATE_SERVR__PORT": "1"})
+    assert "server.prot: unknown key" in problems_of(environ={"KVGATE_SERVER__PROT": "1"})
+    assert "lists are given as JSON" in problems_of(environ={"KVGATE_WORKERS": "http://a"})
+
+
+def test_a_missing_file_says_so(tmp_path: Path) -> None:
+    assert "cannot be read" in problems_of(path=tmp_path / "none.yaml", environ={})
+
+
+def test_secrets_are_masked_and_reach_the_spec() -> None:
+    settings = load(
+        environ={
+            "KVGATE_AUTH__ADMIN_TOKEN": "top-secret",
+            "KVGATE_WORKERS": '[{"url": "http://a:1", "api_key": "hidden"}]',
+        }
+    )
+    assert "top-secret" not in repr(settings)
+    assert "hidden" not in repr(settings) + settings.model_dump_json() + repr(settings.worker_specs())
+    assert settings.worker_specs()[0].api_key == "hidden"
+
+
+def test_round_trip() -> None:
+    tree = load(environ={}).model_dump()
+    assert Settings(**tree) == load(environ={})
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("10.0.0.1:8000", "http://10.0.0.1:8000"),
+        ("http://w/", "http://w"),
+        ("https://[::1]:443", "https://[::1]:443"),
+    ],
+)
+def test_worker_urls(given: str, url: str) -> None:
+    assert worker_url(given) == url
+
+
+def test_default_names_are_distinct() -> None:
+    given = [{"url": "http://a:1"}, {"url": "http://a:1", "name": "w1"}, {"url": "http://c:1"}]
+    settings = load(environ={}, overrides={"workers": given})
+    assert [spec.name for spec in settings.worker_specs()] == ["w2", "w1", "w3"]
+    assert default_worker_name({"w1", "w3"}) == "w2"

@@ -1,0 +1,338 @@
+"""Facts from answers: what each engine says, what is configured, what is missing, and what the operator is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.records import EngineKind, EventSource, WorkerFacts, WorkerId, WorkerSpec
+from gateway.upstream.control import ControlClient, ProbeFailed
+from gateway.upstream.discovery import probe
+
+ENGINES = Path(__file__).parents[2] / "golden" / "engines"
+
+Answers = dict[str, tuple[int, str]]
+
+
+def answers_of(engine: str) -> Answers:
+    recorded = json.loads((ENGINES / engine / "answers.json").read_text())
+    answers = {path: (answer["status"], answer["body"]) for path, answer in recorded.items()}
+    answers["/metrics"] = (200, (ENGINES / engine / "metrics.txt").read_text())
+    return answers
+
+
+def spec(url: str = "http://127.0.0.1:8000", **more: Any) -> WorkerSpec:
+    return WorkerSpec(name=WorkerId("w1"), url=url, **more)
+
+
+async def probed(answers: Answers, worker: WorkerSpec, seen: list[httpx.Request] | None = None) -> WorkerFacts:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if seen is not None:
+            seen.append(request)
+        status, body = answers.get(request.url.path, (404, '{"detail":"Not Found"}'))
+        if status == 0:
+            raise httpx.ReadError("cut")
+        return httpx.Response(status, text=body)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http:
+        return await probe(worker, ControlClient(http))
+
+
+def with_sources(sources: object) -> Answers:
+    answers = answers_of("vllm-0.32.0")
+    answers["/kv_event_sources"] = (200, json.dumps(sources))
+    return answers
+
+
+def source(endpoint: str, replay: str | None = "tcp://*:5657", **more: object) -> dict[str, object]:
+    common = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": ""}
+    return {**common, "endpoint": endpoint, "replay_endpoint": replay, **more}
+
+
+# --------------------------------------------------------------------------- the three recorded engines
+
+
+async def test_vllm() -> None:
+    facts = await probed(answers_of("vllm-0.32.0"), spec())
+    assert facts == WorkerFacts(
+        engine=EngineKind.VLLM,
+        version="0.32.0",
+        models=("tiny",),
+        adapters={},
+        block_size=32,
+        kv_blocks=128,
+        max_model_len=2048,
+        events=(
+            EventSource(
+                rank=0,
+                endpoint="tcp://127.0.0.1:18101",
+                replay_endpoint="tcp://127.0.0.1:18201",
+                topic="kv@127.0.0.1:18001@tiny",
+            ),
+        ),
+        start_time_unix=1.79596383357e9,
+        findings=(),
+        root="tiny-qwen2",
+    )
+
+
+async def test_older_vllm_cannot_say_where_its_events_are() -> None:
+    facts = await probed(answers_of("vllm-0.16.0"), spec())
+    assert (facts.engine, facts.version, facts.block_size, facts.kv_blocks) == (EngineKind.VLLM, "0.16.0", 32, 128)
+    assert facts.events == ()
+    (finding,) = facts.findings
+    assert "set kv_events of this worker" in finding
+
+
+async def test_sglang() -> None:
+    facts = await probed(answers_of("sglang-0.5.23"), spec())
+    assert (facts.engine, facts.version, facts.models) == (EngineKind.SGLANG, "0.5.23", ("tiny",))
+    assert (facts.block_size, facts.kv_blocks, facts.max_model_len) == (16, 512, 2048)
+    assert facts.events == (EventSource(0, "tcp://127.0.0.1:18401", "tcp://127.0.0.1:18501", "kv"),)
+    assert (facts.findings, facts.root) == ((), "tiny-qwen2")
+
+
+async def test_old_path_of_sglang_server_info() -> None:
+    answers = answers_of("sglang-0.5.23")
+    answers["/get_server_info"] = answers.pop("/server_info")
+    assert (await probed(answers, spec())).block_size == 16
+
+
+async def test_another_openai_server_serves_without_cache_knowledge() -> None:
+    answers: Answers = {"/v1/models": (200, '{"data": [{"id": "m"}]}')}
+    facts = await probed(answers, spec())
+    assert (facts.engine, facts.version, facts.models, facts.block_size) == (EngineKind.UNKNOWN, "", ("m",), None)
+    assert any("neither vLLM nor SGLang" in finding for finding in facts.findings)
+
+
+async def test_behind_a_proxy_the_owner_of_the_model_tells_the_engine() -> None:
+    answers: Answers = {"/v1/models": (200, '{"data": [{"id": "m", "owned_by": "sglang"}]}')}
+    assert (await probed(answers, spec())).engine is EngineKind.SGLANG
+
+
+async def test_a_foreign_server_info_is_not_sglang() -> None:
+    answers: Answers = {
+        "/v1/models": (200, '{"data": [{"id": "m"}]}'),
+        "/server_info": (200, '{"vllm_config": {}}'),
+    }
+    assert (await probed(answers, spec())).engine is EngineKind.UNKNOWN
+
+
+# --------------------------------------------------------------------------- models
+
+
+async def test_adapters_and_their_bases() -> None:
+    answers = answers_of("vllm-0.32.0")
+    cards = [
+        {"id": "base", "parent": None, "max_model_len": 4096},
+        {"id": "poet", "parent": "base"},
+        {"id": "lawyer", "parent": "/models/elsewhere"},
+    ]
+    answers["/v1/models"] = (200, json.dumps({"data": cards}))
+    facts = await probed(answers, spec())
+    assert facts.models == ("base",)
+    assert facts.adapters == {"poet": "base", "lawyer": "base"}
+    assert facts.max_model_len == 4096
+
+
+async def test_configured_models_narrow_what_is_served() -> None:
+    answers = answers_of("vllm-0.32.0")
+    cards = [{"id": name, "owned_by": "vllm", "parent": base} for name, base in (("a", None), ("b", None), ("x", "a"))]
+    answers["/v1/models"] = (200, json.dumps({"data": cards}))
+    facts = await probed(answers, spec(models=("b",)))
+    assert (facts.models, facts.adapters) == (("b",), {})
+    with pytest.raises(ProbeFailed, match="serves a, b, x, but models says c"):
+        await probed(answers, spec(models=("c",)))
+
+
+async def test_sglang_serves_any_configured_name() -> None:
+    assert (await probed(answers_of("sglang-0.5.23"), spec(models=("other",)))).models == ("other",)
+
+
+# --------------------------------------------------------------------------- event endpoints
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "expected"),
+    [
+        ("http://10.0.0.7:8000", "tcp://*:5557", "tcp://10.0.0.7:5557"),
+        ("http://worker.local:8000", "tcp://[::]:5557", "tcp://worker.local:5557"),
+        ("http://[2001:db8::7]:8000", "tcp://*:5557", "tcp://[2001:db8::7]:5557"),
+        ("http://10.0.0.7:8000", "tcp://[2001:db8::9]:5557", "tcp://[2001:db8::9]:5557"),
+        ("http://127.0.0.1:8000", "ipc:///tmp/kv.sock", "ipc:///tmp/kv.sock"),
+    ],
+)
+async def test_where_events_are_reached(url: str, endpoint: str, expected: str) -> None:
+    facts = await probed(with_sources({"0": source(endpoint)}), spec(url))
+    assert [item.endpoint for item in facts.events] == [expected]
+    assert facts.findings == ()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5557", "tcp://127.0.0.1:5557", "tcp://10.0.0.1:5557"])
+async def test_a_socket_that_connects_is_no_source(endpoint: str) -> None:
+    facts = await probed(with_sources({"0": source(endpoint)}), spec("http://10.0.0.7:8000"))
+    assert facts.events == ()
+    (finding,) = facts.findings
+    assert "instead of binding" in finding
+    assert "tcp://*:5557" in finding
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///tmp/kv.sock", "inproc://kv"])
+async def test_a_transport_that_does_not_leave_the_machine(endpoint: str) -> None:
+    facts = await probed(with_sources({"0": source(endpoint)}), spec("http://10.0.0.7:8000"))
+    assert facts.events == ()
+    assert "cannot be reached" in facts.findings[0]
+
+
+@pytest.mark.parametrize(("replay", "said"), [("tcp://127.0.0.1:5657", "cannot be reached"), (None, "no replay")])
+async def test_replay_out_of_reach_leaves_the_events(replay: str | None, said: str) -> None:
+    facts = await probed(with_sources({"0": source("tcp://*:5557", replay)}), spec("http://10.0.0.7:8000"))
+    assert facts.events == (EventSource(0, "tcp://10.0.0.7:5557", None, ""),)
+    assert said in facts.findings[0]
+
+
+async def test_data_parallel_ranks_of_vllm() -> None:
+    resolved = {str(rank): source(f"tcp://*:{5557 + rank}", f"tcp://*:{5657 + rank}") for rank in (1, 0)}
+    base = {str(rank): source("tcp://*:5557", "tcp://*:5657") for rank in (0, 1)}
+    for sources in (resolved, base):
+        facts = await probed(with_sources(sources), spec())
+        assert facts.events == (
+            EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657"),
+            EventSource(1, "tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658"),
+        )
+
+
+async def test_data_parallel_ranks_of_sglang() -> None:
+    answers = answers_of("sglang-0.5.23")
+    info = json.loads(answers["/server_info"][1])
+    info["dp_size"] = info["kv_events"]["dp_size"] = 2
+    answers["/server_info"] = (200, json.dumps(info))
+    facts = await probed(answers, spec("http://10.0.0.7:8000"))
+    assert facts.events == (
+        EventSource(0, "tcp://10.0.0.7:18401", "tcp://10.0.0.7:18501", "kv"),
+        EventSource(1, "tcp://10.0.0.7:18402", "tcp://10.0.0.7:18502", "kv"),
+    )
+    assert facts.kv_blocks == 2 * 512
+
+
+@pytest.mark.parametrize("sources", [{}, {"0": source("tcp://*:5557", publisher="null")}])
+async def test_events_switched_off(sources: object) -> None:
+    facts = await probed(with_sources(sources), spec())
+    assert facts.events == ()
+    assert "KV events are off" in facts.findings[0]
+    assert "--kv-events-config" in facts.findings[0]
+
+
+async def test_configured_endpoints_win() -> None:
+    worker = spec("http://10.0.0.7:8000", kv_events="tcp://*:7000", kv_replay="tcp://10.0.0.8:7100")
+    facts = await probed(answers_of("vllm-0.32.0"), worker)
+    assert facts.events == (EventSource(0, "tcp://10.0.0.7:7000", "tcp://10.0.0.8:7100", "kv@127.0.0.1:18001@tiny"),)
+
+
+async def test_configured_endpoint_of_an_engine_that_cannot_say_its_own() -> None:
+    answers = answers_of("vllm-0.16.0")
+    second = next(line for line in answers["/metrics"][1].splitlines() if line.startswith("vllm:cache_config_info"))
+    answers["/metrics"] = (200, answers["/metrics"][1] + second.replace('engine="0"', 'engine="1"') + "\n")
+    facts = await probed(answers, spec(kv_events="tcp://*:5557"))
+    assert [item.endpoint for item in facts.events] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
+    assert facts.findings == ()
+
+
+async def test_events_can_be_switched_off() -> None:
+    assert (await probed(answers_of("vllm-0.32.0"), spec(kv_events=""))).events == ()
+    without_replay = await probed(answers_of("vllm-0.32.0"), spec(kv_replay=""))
+    assert without_replay.events[0].replay_endpoint is None
+
+
+# --------------------------------------------------------------------------- configuration and findings
+
+
+async def test_a_configured_block_size_wins_and_a_wrong_one_is_told() -> None:
+    facts = await probed(answers_of("vllm-0.32.0"), spec(block_size=16))
+    assert facts.block_size == 16
+    assert "the worker says 32" in facts.findings[0]
+
+
+async def test_a_configured_engine_is_not_guessed() -> None:
+    seen: list[httpx.Request] = []
+    facts = await probed(answers_of("sglang-0.5.23"), spec(engine=EngineKind.SGLANG), seen)
+    assert facts.engine is EngineKind.SGLANG
+    assert {request.url.path for request in seen} == {"/v1/models", "/server_info", "/metrics"}
+
+
+async def test_prefix_caching_off_is_told() -> None:
+    answers = answers_of("vllm-0.32.0")
+    answers["/metrics"] = (200, answers["/metrics"][1].replace('_caching="True"', '_caching="False"'))
+    assert "--enable-prefix-caching" in (await probed(answers, spec())).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"enable_cache_report": False}, "--enable-cache-report"),
+        ({"kv_events": None}, "--kv-events-config"),
+        ({"kv_events": None, "page_size": 1}, "--page-size"),
+    ],
+)
+async def test_findings_of_sglang(changes: dict[str, object], fix: str) -> None:
+    answers = answers_of("sglang-0.5.23")
+    answers["/server_info"] = (200, json.dumps({**json.loads(answers["/server_info"][1]), **changes}))
+    assert any(fix in finding for finding in (await probed(answers, spec())).findings)
+
+
+@pytest.mark.parametrize("gone", [404, 500, 0])
+async def test_without_metrics_the_worker_serves_and_the_loss_is_told(gone: int) -> None:
+    answers = answers_of("vllm-0.32.0")
+    answers["/metrics"] = (gone, "")
+    facts = await probed(answers, spec())
+    assert (facts.engine, facts.models, facts.block_size) == (EngineKind.VLLM, ("tiny",), None)
+    assert any("/metrics" in finding for finding in facts.findings)
+
+
+async def test_the_key_is_sent_and_stays_out_of_the_facts() -> None:
+    answers = answers_of("sglang-0.5.23")
+    info = {**json.loads(answers["/server_info"][1]), "api_key": "engine-secret"}
+    answers["/server_info"] = (200, json.dumps(info))
+    seen: list[httpx.Request] = []
+    facts = await probed(answers, spec(api_key="our-secret"), seen)
+    assert {request.headers["authorization"] for request in seen} == {"Bearer our-secret"}
+    assert "secret" not in repr(facts)
+
+
+async def test_without_a_key_none_is_sent() -> None:
+    seen: list[httpx.Request] = []
+    await probed(answers_of("vllm-0.32.0"), spec(), seen)
+    assert not any("authorization" in request.headers for request in seen)
+
+
+# --------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (401, "", "set api_key"),
+        (404, "", "no OpenAI-compatible server"),
+        (503, "", "still loading"),
+        (500, "", "answered 500"),
+        (200, "<html>", "unexpected"),
+        (200, '{"data": "x"}', "unexpected"),
+        (200, '{"data": []}', "names no model"),
+        (0, "", "broke off"),
+    ],
+)
+async def test_what_a_failed_probe_says(status: int, body: str, said: str) -> None:
+    with pytest.raises(ProbeFailed, match=said):
+        await probed({"/v1/models": (status, body)}, spec())
+
+
+async def test_an_engine_that_cannot_be_told_for_now_is_tried_again_later() -> None:
+    answers = answers_of("vllm-0.32.0")
+    answers["/version"] = (0, "")
+    with pytest.raises(ProbeFailed, match="/version"):
+        await probed(answers, spec())

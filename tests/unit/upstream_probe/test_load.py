@@ -1,0 +1,184 @@
+"""Reading load out of what engines expose, on texts of real engines and on the shapes of older ones."""
+
+import math
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.records import EngineKind
+from gateway.upstream.load import parse_loads, parse_metrics, read_series
+
+ENGINES = Path(__file__).parents[2] / "golden" / "engines"
+
+
+def text_of(engine: str) -> bytes:
+    return (ENGINES / engine / "metrics.txt").read_bytes()
+
+
+def test_vllm_under_load() -> None:
+    sample = parse_metrics(text_of("vllm-0.32.0"), EngineKind.VLLM)
+    assert (sample.running, sample.waiting) == (16, 8)
+    assert sample.kv_usage == pytest.approx(0.7244094)
+    assert (sample.prefix_queries, sample.prefix_hits) == (26305, 11616)
+    assert sample.kv_blocks == 128
+    assert sample.start_time_unix == pytest.approx(1.79596383357e9)
+
+
+def test_older_vllm_under_load() -> None:
+    sample = parse_metrics(text_of("vllm-0.16.0"), EngineKind.VLLM)
+    assert (sample.running, sample.waiting, sample.kv_blocks) == (16, 3, 128)
+
+
+def test_sglang() -> None:
+    sample = parse_metrics(text_of("sglang-0.5.23"), EngineKind.SGLANG)
+    assert (sample.running, sample.waiting) == (0, 0)
+    assert sample.kv_usage == 0.05
+    assert (sample.prefix_queries, sample.prefix_hits) == (19106 + 2820, 7408)
+    assert sample.kv_blocks == 512
+    assert sample.start_time_unix is None
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.32.0", "sglang-0.5.23"])
+def test_an_engine_not_named_is_recognised_by_its_metrics(engine: str) -> None:
+    kind = EngineKind.VLLM if engine.startswith("vllm") else EngineKind.SGLANG
+    assert parse_metrics(text_of(engine), EngineKind.UNKNOWN) == parse_metrics(text_of(engine), kind)
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.32.0", "vllm-0.16.0", "sglang-0.5.23"])
+def test_every_series_reads_as_the_reference_parser_reads_it(engine: str) -> None:
+    text = text_of(engine)
+    expected: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            if math.isfinite(sample.value):
+                expected.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    assert len(expected) > 100
+    for name, samples in expected.items():
+        assert [(dict(found.labels), found.value) for found in read_series(text, name)] == samples
+
+
+def test_names_that_only_start_alike_and_comments_are_no_samples() -> None:
+    text = b'# HELP a:b a:b 3\n# TYPE a:b gauge\na:b_total 5\na:bc{x="1"} 6\nxa:b 7\na:b 8\n'
+    assert [series.value for series in read_series(text, "a:b")] == [8]
+
+
+@pytest.mark.parametrize(
+    ("line", "labels", "value"),
+    [
+        (b"m 1", {}, 1.0),
+        (b"m\t2 1700000000000", {}, 2.0),
+        (b'm{a="x"} 3', {"a": "x"}, 3.0),
+        (b'm{a="}{ m 9",b="q\\"\\\\\\n"} 4 1700000000000', {"a": "}{ m 9", "b": 'q"\\\n'}, 4.0),
+        (b"m{} 1e3", {}, 1000.0),
+    ],
+)
+def test_lines(line: bytes, labels: dict[str, str], value: float) -> None:
+    for text in (line, line + b"\n", b"# comment\n" + line, b"other 1\n" + line + b"\nm2 1\n"):
+        (series,) = read_series(text, "m")
+        assert (dict(series.labels), series.value) == (labels, value)
+
+
+@pytest.mark.parametrize("line", [b"m", b"m ", b"m x", b"m NaN", b"m +Inf", b'm{a="b"}', b"m{", b'm{a="b} 4x'])
+def test_broken_lines_are_left_out(line: bytes) -> None:
+    assert read_series(line + b"\nm 5\n", "m")[-1].value == 5
+    assert len(read_series(line + b"\nm 5\n", "m")) == 1
+
+
+def test_underscores_for_colons() -> None:
+    text = b"vllm_num_requests_running 2\nvllm_num_requests_waiting 1\n"
+    assert parse_metrics(text, EngineKind.VLLM).running == 2
+
+
+def test_old_vllm_names() -> None:
+    text = (
+        b'vllm:num_requests_running{model_name="m"} 2\nvllm:num_requests_waiting{model_name="m"} 1\n'
+        b'vllm:gpu_cache_usage_perc{model_name="m"} 0.5\n'
+        b'vllm:gpu_prefix_cache_queries_total{model_name="m"} 100\n'
+        b'vllm:gpu_prefix_cache_hits_total{model_name="m"} 40\n'
+    )
+    sample = parse_metrics(text, EngineKind.VLLM)
+    assert (sample.kv_usage, sample.prefix_queries, sample.prefix_hits, sample.kv_blocks) == (0.5, 100, 40, None)
+
+
+def test_ranks_of_one_vllm_worker_add_up_and_the_fullest_counts() -> None:
+    lines = []
+    for engine, running, usage in ((0, 3, 0.2), (1, 5, 0.9)):
+        labels = f'{{engine="{engine}",model_name="m"}}'
+        lines += [
+            f"vllm:num_requests_running{labels} {running}",
+            f"vllm:num_requests_waiting{labels} 1",
+            f"vllm:kv_cache_usage_perc{labels} {usage}",
+            f"vllm:prefix_cache_queries_total{labels} 10",
+            f"vllm:prefix_cache_hits_total{labels} 4",
+            f'vllm:cache_config_info{{block_size="16",engine="{engine}",num_gpu_blocks="100"}} 1',
+        ]
+    sample = parse_metrics("\n".join(lines).encode(), EngineKind.VLLM)
+    assert (sample.running, sample.waiting, sample.kv_usage) == (8, 2, 0.9)
+    assert (sample.prefix_queries, sample.prefix_hits, sample.kv_blocks) == (20, 8, 200)
+
+
+def test_hybrid_vllm_counts_its_cache_in_tokens() -> None:
+    text = (
+        b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+        b'vllm:cache_config_info{block_size="16",effective_attention_block_size="32",kv_cache_size_tokens="6400",'
+        b'num_gpu_blocks="1000"} 1\n'
+    )
+    assert parse_metrics(text, EngineKind.VLLM).kv_blocks == 200
+
+
+def sglang_text(*lines: str) -> bytes:
+    return "\n".join((*lines, "sglang:token_usage 0.1", "")).encode()
+
+
+def test_sglang_counts_tensor_ranks_once_and_data_parallel_ranks_each() -> None:
+    text = sglang_text(
+        'sglang:num_running_reqs{dp_rank="0",tp_rank="0"} 3',
+        'sglang:num_running_reqs{dp_rank="0",tp_rank="1"} 3',
+        'sglang:num_running_reqs{dp_rank="1",tp_rank="0"} 4',
+        'sglang:num_queue_reqs{dp_rank="0",tp_rank="0"} 1',
+        'sglang:num_queue_reqs{dp_rank="1",tp_rank="0"} 0',
+    )
+    sample = parse_metrics(text, EngineKind.SGLANG)
+    assert (sample.running, sample.waiting) == (7, 1)
+
+
+def test_sglang_priorities_add_up_unless_the_total_is_there() -> None:
+    parts = ('sglang:num_running_reqs{priority="0"} 3', 'sglang:num_running_reqs{priority="5"} 4')
+    total = 'sglang:num_running_reqs{priority=""} 7'
+    for lines in (parts, (*parts, total)):
+        assert parse_metrics(sglang_text(*lines, "sglang:num_queue_reqs 0"), EngineKind.SGLANG).running == 7
+
+
+def test_sglang_total_of_cached_tokens_is_not_counted_twice() -> None:
+    text = sglang_text(
+        "sglang:num_running_reqs 0",
+        "sglang:num_queue_reqs 0",
+        "sglang:prompt_tokens_total 100",
+        'sglang:cached_tokens_total{cache_source="device"} 30',
+        'sglang:cached_tokens_total{cache_source="host"} 10',
+        'sglang:cached_tokens_total{cache_source="total"} 40',
+    )
+    assert parse_metrics(text, EngineKind.SGLANG).prefix_hits == 40
+
+
+@pytest.mark.parametrize("engine", list(EngineKind))
+def test_text_without_load_is_an_error_that_says_so(engine: EngineKind) -> None:
+    with pytest.raises(ValueError, match="num_r"):
+        parse_metrics(b"process_start_time_seconds 5\n", engine)
+
+
+def test_loads_of_sglang() -> None:
+    body = (
+        b'{"timestamp": "x", "loads": ['
+        b'{"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.2},'
+        b'{"dp_rank": 1, "num_running_reqs": 4, "num_waiting_reqs": 2, "token_usage": 0.7}]}'
+    )
+    sample = parse_loads(body)
+    assert (sample.running, sample.waiting, sample.kv_usage) == (7, 3, 0.7)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"loads": []}', b'{"loads": [{"num_running_reqs": "x"}]}', b"\xff"])
+def test_loads_of_another_shape(body: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  the reasons differ, that it is one counts
+        parse_loads(body)
