@@ -52,7 +52,7 @@ class _Prompt:
 
 def _prompt(start: list[int], rng: Random) -> _Prompt:
     tokens = start + [rng.randrange(1 << 17) for _ in range(BLOCK * BLOCKS - len(start))]
-    chain: list[BlockKey] = keys.chain(keys.namespace(MODEL), tokens, BLOCK)
+    chain: list[BlockKey] = keys.chain(keys.namespace(), tokens, BLOCK)
     return _Prompt(tokens, PrefixBlocks((Chain(chain, len(tokens)),), len(tokens), BLOCK))
 
 
@@ -78,7 +78,7 @@ def measure_decisions(*, workers: int = 64, rounds: int = 2000, seed: int = 1) -
     for number in range(workers):
         facts = WorkerFacts(EngineKind.VLLM, "", (MODEL,), block_size=BLOCK, kv_blocks=28_000, max_model_len=131_072)
         worker = fleet.add(WorkerSpec(WorkerId(f"w{number}"), f"http://10.0.0.{number}:8000"), facts, 0.0)
-        index.bind(worker.slot, model=MODEL, block_size=BLOCK)
+        index.bind(worker.slot, block_size=BLOCK)
         sample = LoadSample(running=4, waiting=0, kv_usage=0.6)
         fleet.load(worker.id, sample, 0.0)
     router = Router(fleet, index, make_policy("seconds", rng=rng), rng=rng)

@@ -76,7 +76,7 @@ def _ingest(per_event: int, repeats: int) -> float:
     best = float("inf")
     for _ in range(repeats):
         index = KvIndex()
-        index.bind(Slot(0), model=MODEL, block_size=BLOCK_SIZE)
+        index.bind(Slot(0), block_size=BLOCK_SIZE)
         started = time.perf_counter()
         _fill(index, 0, messages)
         best = min(best, time.perf_counter() - started)
@@ -88,14 +88,14 @@ def _ingest(per_event: int, repeats: int) -> float:
 def _overlap(repeats: int) -> dict[str, float]:
     workers = 64
     tokens = [random.Random(2).randrange(150_000) for _ in range(512 * BLOCK_SIZE + 1)]
-    prompt = PrefixBlocks((Chain(chain(namespace(MODEL), tokens, BLOCK_SIZE), len(tokens)),), len(tokens), BLOCK_SIZE)
+    prompt = PrefixBlocks((Chain(chain(namespace(), tokens, BLOCK_SIZE), len(tokens)),), len(tokens), BLOCK_SIZE)
     everyone = (1 << workers) - 1
     found: dict[str, float] = {}
     for label, holders in (("all_hold", workers), ("few_hold", 4)):
         rng = random.Random(3)
         index = KvIndex()
         for slot in range(workers):
-            index.bind(Slot(slot), model=MODEL, block_size=BLOCK_SIZE)
+            index.bind(Slot(slot), block_size=BLOCK_SIZE)
             _fill(index, slot, payloads(2_048, 512, seed=10 + slot))
             if slot < holders:
                 names = [EngineHash(rng.getrandbits(64)) for _ in range(512)]
@@ -123,7 +123,7 @@ def _memory(*, workers: int, blocks: int, same: bool) -> float:
         index = KvIndex()
         before = tracemalloc.get_traced_memory()[0]
         for slot in range(workers):
-            index.bind(Slot(slot), model=MODEL, block_size=BLOCK_SIZE)
+            index.bind(Slot(slot), block_size=BLOCK_SIZE)
             _fill(index, slot, payloads(blocks, 512, seed=1 if same else slot))
         gc.collect()
         used = tracemalloc.get_traced_memory()[0] - before

@@ -51,7 +51,7 @@ def measure(*, rounds: int = 2_000) -> dict[str, float]:
 
     `new_turn` is the whole prefix work of a turn that brings two new messages, which have to be tokenised.
     """
-    hasher = PromptHasher.load(MODEL, model="demo")
+    hasher = PromptHasher.load(MODEL)
     body = chat_body()
     request = _parse(body)
     assert isinstance(request.prompt, ChatPrompt)
@@ -76,7 +76,7 @@ def measure(*, rounds: int = 2_000) -> dict[str, float]:
 
 def _new_turn_us(rounds: int) -> float:
     """Each round is another conversation with the same system prompt, at its last turn."""
-    hasher = PromptHasher.load(MODEL, model="demo")
+    hasher = PromptHasher.load(MODEL)
     times = []
     for seed in range(rounds):
         full = json.loads(chat_body(seed=seed, system_chars=0))

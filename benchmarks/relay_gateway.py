@@ -60,7 +60,11 @@ async def main(port, worker):
         loop="uvloop",
         backlog=2048,
     )
-    import gc; gc.collect(); gc.freeze(); gc.set_threshold(50000,20,50)
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50000, 20, 50)
     await uvicorn.Server(cfg).serve()
 
 

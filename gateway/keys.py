@@ -1,10 +1,10 @@
 """Block keys: our own chained hash over token ids, shared by the prefix and the index.
 
     key(i) = XXH3-64( key(i-1) as 8 bytes little-endian || tokens of block i as u32 little-endian )
-    key(-1) = namespace seed = XXH3-64( length-prefixed model, adapter, salt )
+    key(-1) = namespace seed = XXH3-64( length-prefixed adapter, salt )
 
 Rules:
-1. The same (namespace, tokens) give the same key everywhere: a request's blocks and a worker's announced blocks
+1. The same (adapter, salt, tokens) give the same key everywhere: a request's blocks and a worker's announced blocks
    are equal exactly when the tokens before and in them are. 64 bits: with 10 million blocks a false match has a
    chance below 1 in 300,000 over the whole index, and its price is one wrong prediction, never a wrong answer.
 2. A block with a token above 32 bits (multimodal pad values) is hashed as u64 with a marker byte, so it cannot
@@ -26,10 +26,13 @@ _WIDE = b"\xff"
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
-def namespace(model: str, adapter: str | None = None, salt: str | None = None) -> BlockKey:
-    """Seed of every chain of one model, adapter and cache salt; absent and empty parts differ."""
+def namespace(adapter: str | None = None, salt: str | None = None) -> BlockKey:
+    """Seed of every chain of one adapter and cache salt; absent and empty parts differ.
+
+    The model is no part of it: a pool asks for its own workers only (`docs/adr/0001-keys-without-model.md`).
+    """
     parts = bytearray()
-    for part in (model, adapter, salt):
+    for part in (adapter, salt):
         if part is None:
             parts += b"\x00"
         else:

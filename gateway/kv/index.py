@@ -90,8 +90,8 @@ class KvIndex:
 
     # ------------------------------------------------------------------ workers
 
-    def bind(self, slot: Slot, *, model: str, block_size: int, engine: EngineKind = EngineKind.VLLM) -> None:
-        """A worker takes the slot. `model` is the base model's name in the pool, `block_size` that of the pool's keys.
+    def bind(self, slot: Slot, *, block_size: int, engine: EngineKind = EngineKind.VLLM) -> None:
+        """A worker takes the slot. `block_size` is that of its pool's keys.
 
         SGLang announces a page it holds as often as it likes; every other engine is taken to count copies as vLLM
         does. A slot that is bound already is released first.
@@ -99,9 +99,7 @@ class KvIndex:
         if block_size < 1:
             raise ValueError("block_size is at least 1")
         self.release(slot)
-        self._workers[slot] = WorkerTable(
-            slot, model=model, block_size=block_size, counted=engine is not EngineKind.SGLANG
-        )
+        self._workers[slot] = WorkerTable(slot, block_size=block_size, counted=engine is not EngineKind.SGLANG)
 
     def release(self, slot: Slot) -> None:
         """The worker is gone; its slot may be bound again. Unknown slots are fine."""

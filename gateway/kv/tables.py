@@ -179,17 +179,15 @@ class WorkerTable:
         "blocks",
         "counted",
         "ignored",
-        "model",
         "ranks",
         "shared",
         "slot",
         "span",
     )
 
-    def __init__(self, slot: Slot, *, model: str, block_size: int, counted: bool) -> None:
+    def __init__(self, slot: Slot, *, block_size: int, counted: bool) -> None:
         self.slot = slot
         self.bit = 1 << slot
-        self.model = model
         self.block_size = block_size
         self.counted = counted
         self.span = 0
@@ -205,7 +203,7 @@ class WorkerTable:
         if seed is None:
             if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
-            seed = self._roots[adapter, salt] = namespace(self.model, adapter, salt)
+            seed = self._roots[adapter, salt] = namespace(adapter, salt)
         return seed
 
 

@@ -6,7 +6,8 @@ Rules:
 2. A worker that leaves with requests in flight and comes back under the same name and address is the same worker: its
    load is still known.
 3. There is one pool for each served model name, adapters included; names that one worker serves side by side are the
-   same model. A pool filters: a request never goes to a worker outside it. `Pool.ready` is renewed when something changes, not when a request asks.
+   same model. A pool filters: a request never goes to a worker outside it. `Pool.ready` is renewed when something
+   changes, not when a request asks.
 4. Speeds are learned once for each base model, so that an adapter's requests teach its base and the other way round.
 
 It keeps no clock and does no I/O; probing and polling report here.

@@ -10,7 +10,7 @@ Rules:
    `volatile` (it asks for the date and there is no clock), `multimodal`, `malformed`, `text` (lone surrogates),
    `too_large`, or the reason of a `NoPrompt`. Nothing raises for what a client sent.
 2. `encode()` reads the caches and changes none of them; all writes happen in `begin()` and `blocks()`.
-3. Keys depend on model, adapter and cache salt (`keys.namespace`) and on the tokens before them, on nothing else.
+3. Keys depend on adapter and cache salt (`keys.namespace`) and on the tokens before them, on nothing else.
 """
 
 from __future__ import annotations
@@ -88,14 +88,12 @@ class PromptHasher:
         self,
         files: ModelFiles | None,
         *,
-        model: str,
         chat_template: str | None = None,
         engine: EngineKind = EngineKind.VLLM,
         clock: Callable[[], datetime] | None = None,
         piece_cache_bytes: int = 64 << 20,
         chain_cache_bytes: int = 128 << 20,
     ) -> None:
-        self.model = model
         self.engine = engine
         self.pieces = PieceCache(piece_cache_bytes)
         self.chains = ChainTree(chain_cache_bytes)
@@ -114,7 +112,6 @@ class PromptHasher:
         cls,
         directory: Path | None,
         *,
-        model: str,
         chat_template: str | None = None,
         engine: EngineKind = EngineKind.VLLM,
         clock: Callable[[], datetime] | None = None,
@@ -128,7 +125,6 @@ class PromptHasher:
         """
         return cls(
             read_model_files(directory) if directory is not None else None,
-            model=model,
             chat_template=chat_template,
             engine=engine,
             clock=clock,
@@ -216,7 +212,7 @@ class PromptHasher:
         name = (adapter, salt, block_size, special)
         root = self.chains.root(name)
         if root is None:
-            seed = keys.namespace(self.model, adapter, salt)
+            seed = keys.namespace(adapter, salt)
             lead = self.tokenizer.lead if special and self.tokenizer is not None else array("I")
             found = keys.chain(seed, lead, block_size)
             root = Node(
@@ -304,7 +300,7 @@ class PrefixWork:
         if len(token_lists) > MAX_PROMPTS:
             self._none("too_large")
             return
-        seed = keys.namespace(self._hasher.model, adapter, self._request.cache_salt)
+        seed = keys.namespace(adapter, self._request.cache_salt)
         if sum(map(len, token_lists)) > CHAIN_INLINE_TOKENS:
             self._later = partial(self._hash_tokens, token_lists, seed)
         else:

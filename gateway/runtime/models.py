@@ -82,7 +82,7 @@ class Tokenizers:
             hasher = self._load(model, directory, settings, facts.engine)
         except (BadModelFiles, BadTemplate, OSError) as error:
             self._log.warning("tokenizer cannot be used", model=model, directory=str(directory), reason=str(error))
-            return PromptHasher.load(None, model=model, engine=facts.engine)
+            return PromptHasher.load(None, engine=facts.engine)
         if directory is None:
             self._log.warning(
                 "no tokenizer: text prompts have no prefix blocks",
@@ -99,7 +99,6 @@ class Tokenizers:
         template = settings.chat_template if settings is not None else None
         return PromptHasher.load(
             directory,
-            model=model,
             chat_template=template.read_text(encoding="utf-8") if template is not None else None,
             engine=engine,
             clock=self._now,

@@ -165,7 +165,7 @@ class Replay:
         self._turns = turns
         self._poll_s = poll_s
         self._name_sessions = sessions
-        self._blocks = _Blocks(block_size, keys.namespace(_MODEL))
+        self._blocks = _Blocks(block_size, keys.namespace())
         self._stations = [
             self._join(number, model, block_size, speeds[number] if speeds else 1.0) for number in range(workers)
         ]
@@ -180,7 +180,7 @@ class Replay:
         engine = SimulatedEngine(model, block_size=block_size, speed=speed)
         facts = WorkerFacts(EngineKind.UNKNOWN, "", (_MODEL,), block_size=block_size, kv_blocks=engine.capacity_blocks)
         worker = self.fleet.add(WorkerSpec(WorkerId(f"w{number}"), f"sim://w{number}"), facts, 0.0)
-        self.index.bind(worker.slot, model=_MODEL, block_size=block_size)
+        self.index.bind(worker.slot, block_size=block_size)
         return _Station(worker, engine)
 
     def run(self) -> ReplayReport:

@@ -33,7 +33,7 @@ class Speech:
     def __init__(self, files: ModelFiles) -> None:
         tokenizer = files.tokenizer
         self._tokenizer = tokenizer
-        self._prompts = PromptHasher(files, model="simulated")
+        self._prompts = PromptHasher(files)
         openers: list[int] = []
         words: list[int] = []
         for token in range(tokenizer.get_vocab_size()):

@@ -212,7 +212,7 @@ class Membership:
             worker = self._fleet.workers[member.spec.name]
             size = self._fleet.key_block_size(worker)
             if size != member.block_size:
-                self._index.bind(worker.slot, model=(member.facts.models or ('',))[0], block_size=size, engine=member.facts.engine)
+                self._index.bind(worker.slot, block_size=size, engine=member.facts.engine)
                 member.block_size = size
                 for feed in member.feeds.values():
                     feed.resync()

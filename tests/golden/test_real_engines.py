@@ -111,7 +111,7 @@ def folded(value: int | bytes) -> int:
 )
 def test_resident_blocks_after_every_batch(capture: str, block_size: int, engine: EngineKind) -> None:
     index = KvIndex()
-    index.bind(WORKER, model="tiny", block_size=block_size, engine=engine)
+    index.bind(WORKER, block_size=block_size, engine=engine)
     copies: Counter[int] = Counter()
     seen = 0
     for _, payload in messages(capture):
@@ -153,9 +153,9 @@ def predictions(
     capture: str, recorded: list[Exchange], *, engine: EngineKind = EngineKind.VLLM, block_size: int = 32
 ) -> dict[str, int]:
     """Overlap of each exchange just before its own events, by name."""
-    hasher = PromptHasher.load(MODEL_FILES, model="tiny", engine=engine)
+    hasher = PromptHasher.load(MODEL_FILES, engine=engine)
     index = KvIndex()
-    index.bind(WORKER, model="tiny", block_size=block_size, engine=engine)
+    index.bind(WORKER, block_size=block_size, engine=engine)
     waiting = messages(capture)
     steps = {step for step, _ in waiting}
     names = [exchange.name for exchange in recorded]

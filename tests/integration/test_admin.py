@@ -59,7 +59,7 @@ class Gateway:
         policy = make_policy("seconds", rng=Random(1))
         self.router = Router(self.fleet, self.index, policy, rng=Random(2))
         self.requests = RequestMetrics(lambda name: name in self.fleet.pools)
-        self.hasher = PromptHasher.load(None, model="llama")
+        self.hasher = PromptHasher.load(None)
         for name in ("w1", "w2"):
             self.join(WorkerSpec(name=WorkerId(name), url=f"http://{name}:8000", api_key="engine-secret"))
 
@@ -76,7 +76,7 @@ class Gateway:
             findings=("KV events have no replay",),
         )
         worker = self.fleet.add(spec, facts, NOW - 50)
-        self.index.bind(worker.slot, model="llama", block_size=BLOCK)
+        self.index.bind(worker.slot, block_size=BLOCK)
         self.fleet.load(worker.id, LoadSample(running=1, waiting=2, kv_usage=0.25), NOW - 1)
 
     def store(self, name: str, tokens: list[int]) -> None:

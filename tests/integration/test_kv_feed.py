@@ -153,7 +153,7 @@ async def following(
     """A feed that runs, with an index of its own; leaving cancels it and proves that its sockets are closed."""
     if index is None:
         index = KvIndex()
-        index.bind(WORKER, model="m", block_size=SIZE)
+        index.bind(WORKER, block_size=SIZE)
     context: zmq.Context[Any] = zmq.Context()
     feed = KvFeed(
         WorkerId("w"),
@@ -362,7 +362,7 @@ async def test_a_flood_leaves_the_loop_to_others() -> None:
 
 async def test_feeds_share_their_turns() -> None:
     index = KvIndex()
-    index.bind(WORKER, model="m", block_size=SIZE)
+    index.bind(WORKER, block_size=SIZE)
     with engine() as publisher:
         for name in range(1, 301):
             publisher.publish(stored(name))
@@ -388,7 +388,7 @@ async def test_it_may_run_again() -> None:
         publisher.publish(stored(1))
         context: zmq.Context[Any] = zmq.Context()
         index = KvIndex()
-        index.bind(WORKER, model="m", block_size=SIZE)
+        index.bind(WORKER, block_size=SIZE)
         feed = KvFeed(
             WorkerId("w"),
             WORKER,

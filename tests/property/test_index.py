@@ -41,7 +41,7 @@ def name_hash(worker: int, rank: int, name: Name) -> EngineHash:
 
 def request(path: Path) -> PrefixBlocks:
     ids = tokens_of(path)
-    return PrefixBlocks((Chain(chain(namespace("m"), ids, SIZE), len(ids)),), len(ids), SIZE)
+    return PrefixBlocks((Chain(chain(namespace(), ids, SIZE), len(ids)),), len(ids), SIZE)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def _bind(self, worker: int) -> None:
         engine = ENGINES[worker]
-        self.index.bind(Slot(worker), model="m", block_size=SIZE, engine=engine)
+        self.index.bind(Slot(worker), block_size=SIZE, engine=engine)
         self.model[worker] = {rank: ModelRank(engine is not EngineKind.SGLANG) for rank in RANKS[worker]}
 
     def _has(self, worker: int, path: Path, tier: Tier) -> bool:

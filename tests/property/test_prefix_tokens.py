@@ -56,7 +56,7 @@ def blocks_of(hasher: PromptHasher, request: InferenceRequest) -> PrefixBlocks:
 @settings(max_examples=60, deadline=None)
 def test_blocks_of_growing_chats(conversations: list[list[str]], salt: str | None) -> None:
     """Small caches, so that eviction happens in between; every answer must be as if there were none."""
-    hasher = PromptHasher.load(MODELS[1], model="m", piece_cache_bytes=4_000, chain_cache_bytes=8_000)
+    hasher = PromptHasher.load(MODELS[1], piece_cache_bytes=4_000, chain_cache_bytes=8_000)
     for turns in conversations:
         shorter: Chain | None = None
         for count in range(1, len(turns) + 1):
@@ -67,7 +67,7 @@ def test_blocks_of_growing_chats(conversations: list[list[str]], salt: str | Non
                 assert blocks.reason == "text"
                 break
             (chain,) = blocks.chains
-            assert list(chain.keys) == keys.chain(keys.namespace("m", None, salt), ids[0], BLOCK)
+            assert list(chain.keys) == keys.chain(keys.namespace(None, salt), ids[0], BLOCK)
             assert chain.tokens == len(ids[0])
             if shorter is not None:
                 assert list(chain.keys)[: len(shorter.keys)] == list(shorter.keys)

@@ -57,7 +57,7 @@ class Leases(RuleBasedStateMachine):
         spec = WorkerSpec(name, f"http://{name}{'-moved' if moved else ''}:8000")
         facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), block_size=SIZE, kv_blocks=64)
         worker = self.fleet.add(spec, facts, self.tick())
-        self.index.bind(worker.slot, model="m", block_size=SIZE)
+        self.index.bind(worker.slot, block_size=SIZE)
 
     @rule(name=names)
     def leave(self, name: WorkerId) -> None:
@@ -86,7 +86,7 @@ class Leases(RuleBasedStateMachine):
         self.router.policy = make_policy(policy, rng=Random(1))
         tokens = [*PREFIXES[which][:cut], 1]
         if known:
-            chain = keys.chain(keys.namespace("m"), tokens, SIZE)
+            chain = keys.chain(keys.namespace(), tokens, SIZE)
             blocks = PrefixBlocks((Chain(chain, len(tokens)),), len(tokens), SIZE)
         else:
             blocks = PrefixBlocks((), len(tokens), SIZE, PrefixMode.NONE, "test")

@@ -53,11 +53,11 @@ class Bench:
     def join(self, name: str, *, max_model_len: int | None = None) -> None:
         facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), block_size=SIZE, kv_blocks=4096, max_model_len=max_model_len)
         worker = self.fleet.add(WorkerSpec(WorkerId(name), f"http://{name}:8000"), facts, 0.0)
-        self.index.bind(worker.slot, model="m", block_size=SIZE)
+        self.index.bind(worker.slot, block_size=SIZE)
 
     def hold(self, name: str, tokens: list[int], *, tier: Tier = Tier.GPU) -> None:
         """The worker announces the full blocks of `tokens`."""
-        hashes = [EngineHash(int(key)) for key in keys.chain(keys.namespace("m"), tokens, SIZE)]
+        hashes = [EngineHash(int(key)) for key in keys.chain(keys.namespace(), tokens, SIZE)]
         slot = self.fleet.workers[WorkerId(name)].slot
         self.index.apply(slot, 0, [Stored(hashes, None, tokens[: len(hashes) * SIZE], SIZE, tier, keyed=True)])
 
@@ -74,7 +74,7 @@ def request(**fields: object) -> InferenceRequest:
 
 
 def prompt(tokens: list[int]) -> PrefixBlocks:
-    chain = keys.chain(keys.namespace("m"), tokens, SIZE)
+    chain = keys.chain(keys.namespace(), tokens, SIZE)
     return PrefixBlocks((Chain(chain, len(tokens)),), len(tokens), SIZE)
 
 

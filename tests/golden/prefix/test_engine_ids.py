@@ -21,7 +21,7 @@ STORED: list[dict[str, Any]] = GOLDEN["stored"]
 
 @pytest.fixture(scope="module")
 def hasher() -> PromptHasher:
-    return PromptHasher.load(HERE / "tiny-qwen2", model="tiny")
+    return PromptHasher.load(HERE / "tiny-qwen2")
 
 
 def as_request(exchange: dict[str, Any]) -> InferenceRequest:
@@ -65,6 +65,6 @@ def test_keys_of_equal_tokens_meet_across_requests_and_events(hasher: PromptHash
     (exchange,) = [e for e in EXCHANGES if e["name"] == "chat_shared_prefix_0"]
     (event,) = [e for e in STORED if e["step"] == "chat_shared_prefix_0"]
     blocks = hasher.begin(as_request(exchange), block_size=event["block_size"]).blocks()
-    stored = keys.chain(keys.namespace("tiny"), event["token_ids"], event["block_size"])
+    stored = keys.chain(keys.namespace(), event["token_ids"], event["block_size"])
     assert list(blocks.chains[0].keys) == stored
     assert len(stored) == 12

@@ -28,7 +28,7 @@ def hashers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptHasher]
         shutil.copy(HERE / "tiny-qwen2" / "tokenizer.json", directory)
         for file in (TEMPLATES / style).iterdir():
             shutil.copy(file, directory)
-        hashers[style] = PromptHasher.load(directory, model="m", clock=lambda: datetime(2026, 3, 5, 9, 8, 7))
+        hashers[style] = PromptHasher.load(directory, clock=lambda: datetime(2026, 3, 5, 9, 8, 7))
     return hashers
 
 

@@ -328,7 +328,7 @@ def test_the_buffer_is_bounded_and_its_overflow_comes_back_as_a_gap(limits: Feed
 def test_golden_scenario(name: str, engine: EngineKind, resets: int, gaps: int) -> None:
     content = json.loads((GOLDEN / f"{name}.json").read_text())
     index, worker = KvIndex(), Slot(0)
-    index.bind(worker, model="m", block_size=4, engine=engine)
+    index.bind(worker, block_size=4, engine=engine)
     feed = FeedState(can_replay=False)
     feed.on_connected(0.0)
     for frames, decoded in zip(content["messages_hex"], content["decoded_messages"], strict=True):

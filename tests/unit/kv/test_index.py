@@ -56,14 +56,14 @@ def removed(*names: int, tier: Tier = Tier.GPU, group: int | None = None) -> Rem
 def request(ids: list[int], *, adapter: str | None = None, salt: str | None = None, size: int = SIZE) -> PrefixBlocks:
     """A request of these tokens and one more, so that every full block may count."""
     ids = [*ids, 999_999]
-    return PrefixBlocks((Chain(chain(namespace("m", adapter, salt), ids, size), len(ids)),), len(ids), size)
+    return PrefixBlocks((Chain(chain(namespace(adapter, salt), ids, size), len(ids)),), len(ids), size)
 
 
 @pytest.fixture
 def index() -> KvIndex:
     index = KvIndex()
     for slot in (A, B, C):
-        index.bind(slot, model="m", block_size=SIZE)
+        index.bind(slot, block_size=SIZE)
     return index
 
 
@@ -129,7 +129,7 @@ def test_the_second_copy_survives_the_removal_of_the_first(index: KvIndex) -> No
 
 def test_sglang_holds_a_page_once_however_often_it_says_so() -> None:
     index = KvIndex()
-    index.bind(A, model="m", block_size=SIZE, engine=EngineKind.SGLANG)
+    index.bind(A, block_size=SIZE, engine=EngineKind.SGLANG)
     apply(index, A, store([1], tokens(1), keyed=False), store([1], tokens(1), keyed=False), removed(1))
     assert held(index, request(tokens(1)), A) == 0
 
@@ -185,7 +185,7 @@ def test_release_drops_a_worker_and_its_slot_starts_empty(index: KvIndex) -> Non
     assert held(index, request(tokens(2)), A) == 0
     assert held(index, request(tokens(2)), B) == 2
     assert apply(index, A, store([1], tokens(1))).ignored == {"unbound": 1}
-    index.bind(A, model="m", block_size=SIZE)
+    index.bind(A, block_size=SIZE)
     assert held(index, request(tokens(2)), A) == 0
     index.release(A)
     index.release(A)
@@ -193,18 +193,18 @@ def test_release_drops_a_worker_and_its_slot_starts_empty(index: KvIndex) -> Non
 
 def test_binding_again_forgets_the_worker_before(index: KvIndex) -> None:
     apply(index, A, store([1], tokens(1)))
-    index.bind(A, model="m", block_size=SIZE)
+    index.bind(A, block_size=SIZE)
     assert index.resident(A, Tier.GPU) == 0
 
 
 def test_a_block_size_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        KvIndex().bind(A, model="m", block_size=0)
+        KvIndex().bind(A, block_size=0)
 
 
 def test_models_never_meet() -> None:
     index = KvIndex()
-    index.bind(A, model="other", block_size=SIZE)
+    index.bind(A, block_size=SIZE)
     apply(index, A, store([1], tokens(1)))
     assert held(index, request(tokens(1)), A) == 0
 
@@ -266,7 +266,7 @@ def test_a_known_block_inside_an_orphan_run_is_used(index: KvIndex) -> None:
 
 def test_orphans_are_bounded_and_the_oldest_go_first() -> None:
     index = KvIndex(orphan_limit=100)
-    index.bind(A, model="m", block_size=SIZE)
+    index.bind(A, block_size=SIZE)
     dropped = 0
     for number in range(1000):
         event = store([10_000 + number], tokens(1, start=number), parent=20_000 + number)
@@ -317,7 +317,7 @@ def test_a_slow_store_that_hides_its_keys_is_joined_by_hash_only(index: KvIndex)
 
 def test_sglang_host_stores_are_placed_by_their_tokens() -> None:
     index = KvIndex()
-    index.bind(A, model="m", block_size=SIZE, engine=EngineKind.SGLANG)
+    index.bind(A, block_size=SIZE, engine=EngineKind.SGLANG)
     apply(index, A, store([1, 2], tokens(2), tier=Tier.CPU, keyed=False))
     overlaps = index.overlap(request(tokens(2)), ALL)
     assert (overlaps.tokens(A), overlaps.slow(A)) == (8, {Tier.CPU: 8})
@@ -338,7 +338,7 @@ def test_adapter_and_salt_are_part_of_the_key(index: KvIndex) -> None:
 def test_multimodal_items_are_part_of_the_key(index: KvIndex) -> None:
     apply(index, A, store([1, 2, 3], tokens(3), extras=[None, b"image", None]))
     assert held(index, request(tokens(3)), A) == 1
-    root = namespace("m")
+    root = namespace()
     first = chain(root, tokens(1), SIZE)
     second = chain(with_extra(first[0], b"image"), tokens(1, start=1), SIZE)
     third = chain(second[0], tokens(1, start=2), SIZE)
@@ -412,11 +412,11 @@ def test_wide_tokens_work_also_as_orphans(index: KvIndex) -> None:
 
 def test_the_last_token_is_never_cached() -> None:
     index = KvIndex()
-    index.bind(A, model="m", block_size=SIZE)
+    index.bind(A, block_size=SIZE)
     apply(index, A, store([1, 2], tokens(2)))
     for length, usable in ((8, 4), (9, 8), (5, 4), (4, 0)):
         ids = tokens(3)[:length]
-        blocks = PrefixBlocks((Chain(chain(namespace("m"), ids, SIZE), length),), length, SIZE)
+        blocks = PrefixBlocks((Chain(chain(namespace(), ids, SIZE), length),), length, SIZE)
         overlaps = index.overlap(blocks, ALL)
         assert (overlaps.tokens(A), overlaps.confirmed(A)) == (usable, usable), length
         assert overlaps.blocks(A) == length // SIZE
@@ -424,7 +424,7 @@ def test_the_last_token_is_never_cached() -> None:
 
 def test_chains_are_added_and_capped_one_by_one(index: KvIndex) -> None:
     apply(index, A, store([1, 2], tokens(2)))
-    keys = chain(namespace("m"), tokens(2), SIZE)
+    keys = chain(namespace(), tokens(2), SIZE)
     blocks = PrefixBlocks((Chain(keys, 8), Chain(keys, 9), Chain([], 3)), 20, SIZE)
     overlaps = index.overlap(blocks, ALL)
     assert (overlaps.tokens(A), overlaps.confirmed(A), overlaps.blocks(A)) == (12, 12, 4)
@@ -465,7 +465,7 @@ def test_slow_tiers_continue_the_fast_run_only(index: KvIndex) -> None:
 def test_a_cut_prompt_does_not_count_slow_blocks_it_cannot_use(index: KvIndex) -> None:
     apply(index, A, store([1, 2], tokens(2)), placeholder(2), removed(2))
     ids = tokens(2)
-    blocks = PrefixBlocks((Chain(chain(namespace("m"), ids, SIZE), 8),), 8, SIZE)
+    blocks = PrefixBlocks((Chain(chain(namespace(), ids, SIZE), 8),), 8, SIZE)
     overlaps = index.overlap(blocks, ALL)
     assert (overlaps.tokens(A), overlaps.blocks(A), overlaps.slow(A)) == (4, 2, {})
 
@@ -524,7 +524,7 @@ def test_a_released_worker_takes_its_speculations_along(index: KvIndex) -> None:
     blocks = request(tokens(2))
     speculation = index.speculate(A, blocks)
     index.release(A)
-    index.bind(A, model="m", block_size=SIZE)
+    index.bind(A, block_size=SIZE)
     assert held(index, blocks, A) == 0
     fresh = index.speculate(A, blocks)
     index.retract(speculation)
@@ -535,7 +535,7 @@ def test_a_released_worker_takes_its_speculations_along(index: KvIndex) -> None:
 
 def test_speculative_keys_are_bounded() -> None:
     index = KvIndex(speculative_limit=5)
-    index.bind(A, model="m", block_size=SIZE)
+    index.bind(A, block_size=SIZE)
     kept = [index.speculate(A, request(tokens(3, start=10 * number))) for number in range(3)]
     stats = index.stats()
     assert (stats.speculative, stats.speculative_truncated) == (5, 4)
@@ -568,7 +568,7 @@ def test_memory_per_block_is_within_its_budget_and_well_estimated() -> None:
     try:
         index = KvIndex()
         before = tracemalloc.get_traced_memory()[0]
-        index.bind(A, model="m", block_size=SIZE)
+        index.bind(A, block_size=SIZE)
         rng = random.Random(1)
         parent = None
         for first in range(0, blocks, 512):

@@ -137,7 +137,7 @@ def model_directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hasher(model_directory: Path) -> PromptHasher:
-    return PromptHasher.load(model_directory, model="m")
+    return PromptHasher.load(model_directory)
 
 
 @pytest.fixture

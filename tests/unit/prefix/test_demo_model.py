@@ -42,11 +42,11 @@ def test_any_text_comes_back_from_its_ids() -> None:
 
 
 def test_prompts_are_cut() -> None:
-    assert PromptHasher.load(MODEL, model="demo").stats().cutting
+    assert PromptHasher.load(MODEL).stats().cutting
 
 
 def test_template() -> None:
-    hasher = PromptHasher.load(MODEL, model="demo")
+    hasher = PromptHasher.load(MODEL)
     assert text_of(hasher, CHAT) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\nWhere?<|im_end|>\n"
@@ -62,7 +62,7 @@ def test_template() -> None:
 
 
 def test_a_longer_chat_starts_with_the_shorter_one() -> None:
-    hasher = PromptHasher.load(MODEL, model="demo")
+    hasher = PromptHasher.load(MODEL)
     for fields in ({}, {"tools": TOOLS}):
         shorter = ""
         for count in range(1, len(CHAT) + 1):

@@ -49,7 +49,7 @@ def blocks_of(hasher: PromptHasher, request: InferenceRequest, **options: Any) -
 def expected(hasher: PromptHasher, request: InferenceRequest, adapter: str | None = None) -> list[list[int]]:
     prompts = hasher.token_ids(request)
     assert prompts is not None
-    seed = keys.namespace(hasher.model, adapter, request.cache_salt)
+    seed = keys.namespace(adapter, request.cache_salt)
     return [list(keys.chain(seed, ids, BLOCK)) for ids in prompts]
 
 
@@ -128,7 +128,7 @@ def test_model_adapter_salt_and_block_size_part_the_keys(hasher: PromptHasher) -
 
 def test_texts_get_the_tokens_a_tokenizer_adds(model_directory: Path, bos_tokenizer: Any) -> None:
     bos_tokenizer.save(str(model_directory / "tokenizer.json"))
-    hasher = PromptHasher.load(model_directory, model="m")
+    hasher = PromptHasher.load(model_directory)
     text = "some text<|start|> with a boundary " * 8
     for special in (True, False):
         request = completion(text, add_special_tokens=special)
@@ -152,7 +152,7 @@ def test_several_texts_are_several_chains(hasher: PromptHasher) -> None:
 
 
 def test_token_prompts_need_no_tokenizer() -> None:
-    hasher = PromptHasher.load(None, model="m")
+    hasher = PromptHasher.load(None)
     request = completion([list(range(100)), list(range(50, 70))])
     blocks = blocks_of(hasher, request)
     assert [list(chain.keys) for chain in blocks.chains] == expected(hasher, request)
@@ -232,19 +232,19 @@ def test_endpoints_without_a_known_prompt(hasher: PromptHasher) -> None:
 
 
 def test_models_without_files_or_template(model_directory: Path) -> None:
-    assert reason_of(PromptHasher.load(None, model="m"), chat("x")) == "no_tokenizer"
-    assert reason_of(PromptHasher.load(None, model="m"), completion("x")) == "no_tokenizer"
+    assert reason_of(PromptHasher.load(None), chat("x")) == "no_tokenizer"
+    assert reason_of(PromptHasher.load(None), completion("x")) == "no_tokenizer"
     (model_directory / "chat_template.jinja").unlink()
-    bare = PromptHasher.load(model_directory, model="m")
+    bare = PromptHasher.load(model_directory)
     assert reason_of(bare, chat("x")) == "no_template"
     assert blocks_of(bare, completion("x")).mode is PrefixMode.EXACT
 
 
 def test_a_dated_template_needs_a_clock(model_directory: Path) -> None:
     (model_directory / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}")
-    assert reason_of(PromptHasher.load(model_directory, model="m"), chat("x")) == "volatile"
+    assert reason_of(PromptHasher.load(model_directory), chat("x")) == "volatile"
     days = iter([datetime(2026, 1, 1), datetime(2026, 1, 2)])
-    dated = PromptHasher.load(model_directory, model="m", clock=lambda: next(days))
+    dated = PromptHasher.load(model_directory, clock=lambda: next(days))
     prompt = chat("x").prompt
     assert [dated.texts(prompt)[0] for _ in range(2)] == ["2026-01-01x", "2026-01-02x"]  # type: ignore[arg-type]
 
@@ -253,11 +253,11 @@ def test_named_templates(model_directory: Path) -> None:
     (model_directory / "chat_template.jinja").unlink()
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
     (model_directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    hasher = PromptHasher.load(model_directory, model="m")
+    hasher = PromptHasher.load(model_directory)
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert hasher.texts(chat("x").prompt) == ("plain",)  # type: ignore[arg-type]
     assert hasher.texts(chat("x", tools=tools).prompt) == ("tools 1",)  # type: ignore[arg-type]
-    override = PromptHasher.load(model_directory, model="m", chat_template="mine")
+    override = PromptHasher.load(model_directory, chat_template="mine")
     assert override.texts(chat("x", tools=tools).prompt) == ("mine",)  # type: ignore[arg-type]
 
 
@@ -278,23 +278,23 @@ def test_template_files_win_over_settings(model_directory: Path) -> None:
 def test_broken_model_files_are_named(model_directory: Path) -> None:
     (model_directory / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(BadTemplate, match="line 1"):
-        PromptHasher.load(model_directory, model="m")
+        PromptHasher.load(model_directory)
     (model_directory / "tokenizer_config.json").write_text("[]")
     with pytest.raises(BadModelFiles, match=r"tokenizer_config\.json"):
-        PromptHasher.load(model_directory, model="m")
+        PromptHasher.load(model_directory)
     (model_directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(BadModelFiles, match=r"tokenizer_config\.json"):
-        PromptHasher.load(model_directory, model="m")
+        PromptHasher.load(model_directory)
     (model_directory / "tokenizer.json").write_text("{}")
     with pytest.raises(BadModelFiles, match=r"tokenizer\.json"):
-        PromptHasher.load(model_directory, model="m")
+        PromptHasher.load(model_directory)
     with pytest.raises(BadModelFiles, match="not found"):
-        PromptHasher.load(model_directory / "missing", model="m")
+        PromptHasher.load(model_directory / "missing")
 
 
 def test_reasoning_effort(model_directory: Path) -> None:
     (model_directory / "chat_template.jinja").write_text("{{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}")
-    hasher = PromptHasher.load(model_directory, model="m")
+    hasher = PromptHasher.load(model_directory)
 
     def text(**fields: Any) -> str:
         return hasher.texts(chat("x", **fields).prompt)[0]  # type: ignore[arg-type]
@@ -303,12 +303,12 @@ def test_reasoning_effort(model_directory: Path) -> None:
     assert text(reasoning_effort="none") == "none False "
     assert text(reasoning_effort="high") == "high True "
     assert text(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == "none True "
-    sglang = PromptHasher.load(model_directory, model="m", engine=EngineKind.SGLANG)
+    sglang = PromptHasher.load(model_directory, engine=EngineKind.SGLANG)
     assert sglang.texts(chat("x", reasoning_effort="low").prompt) == ("low True True",)  # type: ignore[arg-type]
 
 
 def test_caches_stay_within_their_limits(model_directory: Path) -> None:
-    hasher = PromptHasher.load(model_directory, model="m", piece_cache_bytes=30_000, chain_cache_bytes=40_000)
+    hasher = PromptHasher.load(model_directory, piece_cache_bytes=30_000, chain_cache_bytes=40_000)
     for number in range(60):
         request = chat(f"system {number % 7} " * 10, f"question {number} " * 30, f"answer {number} " * 30)
         assert [list(chain.keys) for chain in blocks_of(hasher, request).chains] == expected(hasher, request)

@@ -46,4 +46,4 @@ def test_adapter_and_salt_separate_blocks_and_names_are_not_the_gateways_keys() 
     tokens = list(range(16))
     plain = block_names(tokens, 16)
     assert len({*plain, *block_names(tokens, 16, adapter="a"), *block_names(tokens, 16, salt="a")}) == 3
-    assert plain != [int(key) for key in keys.chain(keys.namespace("demo"), tokens, 16)]
+    assert plain != [int(key) for key in keys.chain(keys.namespace(), tokens, 16)]
