@@ -36,6 +36,7 @@ from gateway.records import (
     WorkerSpec,
 )
 from gateway.router import Lease, Router
+from gateway.runtime.garbage import tune_garbage_collection
 
 MODEL = "bench"
 BLOCK = 16
@@ -144,5 +145,6 @@ def _quantile_us(seconds: list[float], share: float) -> float:
 
 
 if __name__ == "__main__":
+    tune_garbage_collection()  # as `kvgate serve` does
     for state, figures in measure_decisions().items():
         print(state, figures)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import signal
 import socket
@@ -43,12 +42,17 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class RelayFigures:
-    """Medians over the rounds. CPU in microseconds; added times in milliseconds over the direct connection."""
+    """Medians over the rounds. CPU in microseconds; added times in milliseconds over the direct connection.
+
+    `chunk` while all streams run; `stream` is what the beginning and the end of a stream cost on top of its chunks.
+    """
 
     rounds: int
     nginx_chunk_us: float
     gateway_chunk_us: float
     chunk_ratio: float
+    nginx_stream_us: float
+    gateway_stream_us: float
     nginx_request_us: float
     gateway_request_us: float
     request_ratio: float
@@ -76,16 +80,18 @@ def measure(*, rounds: int = 5, streams: int = 100, rate: float = 1000, seconds:
         )
         proxies = {"nginx": (nginx, nginx_pid), "gateway": (gateway, gateway_pid)}
         chunk_us: dict[str, list[float]] = {name: [] for name in proxies}
+        stream_us: dict[str, list[float]] = {name: [] for name in proxies}
         request_us: dict[str, list[float]] = {name: [] for name in proxies}
         p50: dict[str, list[float]] = {"direct": []} | {name: [] for name in proxies}
         p99: dict[str, list[float]] = {"direct": []} | {name: [] for name in proxies}
-        for port, _ in proxies.values():
-            _load("requests", port, rate=rate, seconds=0.5)
-            _load("streams", port, streams=streams)
+        for port, pid in proxies.values():
+            _load("requests", port, pid=pid, rate=rate, seconds=0.5)
         for _ in range(rounds):
             for name, (port, pid) in proxies.items():
-                chunk_us[name].append(_cost_us(pid, "streams", port, streams=streams))
-                request_us[name].append(_cost_us(pid, "requests", port, rate=rate, seconds=seconds))
+                figures = _load("streams", port, pid=pid, streams=streams)
+                chunk_us[name].append(figures["us"])
+                stream_us[name].append(figures["us_a_stream"])
+                request_us[name].append(_load("requests", port, pid=pid, rate=rate, seconds=seconds)["us"])
             for name, port in (("direct", worker), ("nginx", nginx), ("gateway", gateway)):
                 figures = _load("paced", port, seconds=seconds)
                 p50[name].append(figures["p50_ms"])
@@ -96,6 +102,8 @@ def measure(*, rounds: int = 5, streams: int = 100, rate: float = 1000, seconds:
         nginx_chunk_us=mid(chunk_us["nginx"]),
         gateway_chunk_us=mid(chunk_us["gateway"]),
         chunk_ratio=_ratio(chunk_us),
+        nginx_stream_us=mid(stream_us["nginx"]),
+        gateway_stream_us=mid(stream_us["gateway"]),
         nginx_request_us=mid(request_us["nginx"]),
         gateway_request_us=mid(request_us["gateway"]),
         request_ratio=_ratio(request_us),
@@ -111,42 +119,15 @@ def _ratio(cost_us: dict[str, list[float]]) -> float:
     return statistics.median(g / n for g, n in zip(cost_us["gateway"], cost_us["nginx"], strict=True))
 
 
-def _cost_us(pid: int, mode: str, port: int, **options: float) -> float:
-    before = _cpu_s(pid)
-    units = _load(mode, port, **options)["units"]
-    return (_cpu_s(pid) - before) * 1e6 / units
-
-
 def _load(mode: str, port: int, **options: float) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.relay_load", mode, "--port", str(port)]
-    for name, value in options.items():  # the load generator's own options
+    for name, value in options.items():
         command += [f"--{name}", str(value)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the load generator failed: {done.stderr[-2000:]}")
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
-
-
-def _cpu_s(root: int) -> float:
-    """CPU seconds of a process, its threads and its children: scheduler's nanoseconds, or clock ticks without them."""
-    total = 0.0
-    for pid in [root, *_children(root)]:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            try:
-                total += int((thread / "schedstat").read_text().split()[0]) / 1e9
-            except FileNotFoundError:
-                fields = (thread / "stat").read_text().rsplit(")", 1)[1].split()
-                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
-
-
-def _children(root: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{root}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
 
 
 def _start(stack: contextlib.ExitStack, command: list[str], port: int) -> int:
@@ -190,6 +171,7 @@ def table(figures: RelayFigures) -> str:
         (
             f"relay, medians of {f.rounds} rounds       nginx   gateway     ratio",
             f"CPU us per streamed chunk       {f.nginx_chunk_us:9.1f} {f.gateway_chunk_us:9.1f} {f.chunk_ratio:9.2f}",
+            f"CPU us per stream besides       {f.nginx_stream_us:9.1f} {f.gateway_stream_us:9.1f}",
             f"CPU us per small request        {f.nginx_request_us:9.1f} {f.gateway_request_us:9.1f} "
             f"{f.request_ratio:9.2f}",
             f"added to first byte, p50 ms     {f.nginx_added_p50_ms:9.2f} {f.gateway_added_p50_ms:9.2f}",

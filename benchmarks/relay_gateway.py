@@ -1,54 +1,56 @@
-"""Temporary stub."""
+"""The edge, the router and nothing else: what `benchmarks.relay` measures.
 
-import argparse, asyncio, random, sys
+    python -m benchmarks.relay_gateway --port 9000 --worker http://127.0.0.1:9001
+
+No tokenizer, no events, no polls, no metrics: the cost of the parts beside the bytes is measured by the other benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
-import types
 
-sys.path.insert(0, "/work/main")
-kv = types.ModuleType("gateway.kv")
-import uvloop, uvicorn
-import gateway.kv as kvm
+import uvicorn
+import uvloop
 
-for n in ("KvIndex", "Overlaps", "Speculation"):
-    if not hasattr(kvm, n):
-        setattr(kvm, n, object)
-from gateway.edge import *
+from gateway.edge import Edge, client_app, client_protocol, request_id_maker
+from gateway.kv import KvIndex
+from gateway.policy import make_policy
 from gateway.pool import Fleet
-from gateway.records import *
+from gateway.records import EngineKind, Outcome, WorkerFacts, WorkerId, WorkerSpec
+from gateway.router import Router
 from gateway.upstream.http import Upstream
 
 
-class NoSpec:
-    pass
+def _ignore(_outcome: Outcome) -> None:
+    """Metrics and logs are not part of the relay."""
 
 
-class Index:
-    def resident(self, *a):
-        return 0
-
-
-async def main(port, worker):
-    from gateway.router import Router
-    from gateway.policy import make_policy
-
-    fleet = Fleet()
+def make_edge(workers: list[str]) -> tuple[Edge, Fleet]:
+    """An edge over workers that are ready from the start."""
     rng = random.Random(1)
-    for i, w in enumerate(worker):
-        fleet.add(WorkerSpec(name=WorkerId(f"w{i}"), url=w), WorkerFacts(EngineKind.VLLM, "1", ("fake",)), monotonic())
-    router = Router(fleet, Index(), make_policy("round_robin", rng=rng), rng=rng)
-    up = Upstream(clock=monotonic)
-    outs = []
+    fleet = Fleet()
+    for number, url in enumerate(workers):
+        spec = WorkerSpec(name=WorkerId(f"w{number}"), url=url)
+        fleet.add(spec, WorkerFacts(EngineKind.VLLM, "0.32.0", ("fake",), block_size=16), monotonic())
     edge = Edge(
-        router=router,
-        hashers=lambda m: None,
-        upstream=up,
-        executor=ThreadPoolExecutor(2),
+        router=Router(fleet, KvIndex(), make_policy("round_robin", rng=rng), rng=rng),
+        hashers=lambda _model: None,
+        upstream=Upstream(clock=monotonic),
+        executor=ThreadPoolExecutor(1),
         clock=monotonic,
-        on_outcome=lambda o: None,
+        on_outcome=_ignore,
         request_ids=request_id_maker(rng),
     )
-    cfg = uvicorn.Config(
+    return edge, fleet
+
+
+async def _serve(port: int, workers: list[str]) -> None:
+    edge, fleet = make_edge(workers)
+    config = uvicorn.Config(
         client_app(fleet, ready=lambda: True),
         host="127.0.0.1",
         port=port,
@@ -57,20 +59,16 @@ async def main(port, worker):
         lifespan="off",
         log_level="warning",
         access_log=False,
-        loop="uvloop",
-        backlog=2048,
     )
-    import gc
-
+    # As the gateway itself does: what lives as long as the process is no garbage to look through.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50000, 20, 50)
-    await uvicorn.Server(cfg).serve()
+    await uvicorn.Server(config).serve()
 
 
-a = argparse.ArgumentParser()
-a.add_argument("--port", type=int)
-a.add_argument("--worker", action="append")
-a = a.parse_args()
 if __name__ == "__main__":
-    uvloop.run(main(a.port, a.worker))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--worker", action="append", required=True)
+    args = parser.parse_args()
+    uvloop.run(_serve(args.port, args.worker))

@@ -1,7 +1,7 @@
 """A cheap load generator for the relay benchmark: raw HTTP/1.1 over asyncio protocols, one result line of JSON.
 
-    python -m benchmarks.relay_load streams  --port 9000 [--streams 100]
-    python -m benchmarks.relay_load requests --port 9000 [--rate 100] [--seconds 2]
+    python -m benchmarks.relay_load streams  --port 9000 --pid PROXY [--streams 100]
+    python -m benchmarks.relay_load requests --port 9000 --pid PROXY [--rate 100] [--seconds 2]
     python -m benchmarks.relay_load paced    --port 9000 [--rate 100] [--seconds 2]
 
 `streams` runs them side by side and counts chunks; `requests` (no streaming) and `paced` (streams) begin by a timetable,
@@ -13,13 +13,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 from time import perf_counter
 
 import uvloop
 
+from benchmarks.process_cpu import cpu_s
+
 _BEGIN_EVERY_S = 0.003
 """Between two streams' begins: no multiple or divisor of the 20 ms between chunks."""
+
+_STEADY_S = 1.4
+"""Streams take 2 s and begin within 0.3 s."""
 
 _CONNECTIONS = 250
 """Opened before an open loop begins: streams of two seconds, a hundred begun each second."""
@@ -100,32 +106,45 @@ async def _connect(port: int) -> Client:
     return client
 
 
-async def streams(port: int, count: int) -> dict[str, float]:
+async def streams(port: int, count: int, pid: int) -> dict[str, float]:
     """`count` streams at the same time, their chunks spread evenly over time.
 
     Streams that all begin at once send all their chunks at once, and a proxy then handles a hundred for one wake-up.
-    Real streams do not, so each begins a little later than the one before.
+    Real streams do not, so each begins a little later than the one before. CPU is taken while all of them run; what
+    their beginnings and ends cost is given a stream.
     """
     clients = [await _connect(port) for _ in range(count)]
     request = _request(stream=True)
+    whole = cpu_s(pid)
     running = []
     for client in clients:
         running.append(client.ask(request))
         await asyncio.sleep(_BEGIN_EVERY_S)
+    await asyncio.sleep(0.1)
+    before, cpu = sum(client.chunks for client in clients), cpu_s(pid)
+    await asyncio.sleep(_STEADY_S)
+    chunks, cpu = sum(client.chunks for client in clients) - before, cpu_s(pid) - cpu
+    if any(future.done() for future in running):
+        raise RuntimeError("a stream ended while all should run: the machine is too busy to measure")
     await asyncio.gather(*running)
+    whole = cpu_s(pid) - whole
     for client in clients:
         client.close()
-    return {"units": sum(client.chunks for client in clients)}
+    chunk_us = cpu * 1e6 / chunks
+    all_chunks = sum(client.chunks for client in clients)
+    return {"units": all_chunks, "us": chunk_us, "us_a_stream": (whole * 1e6 - chunk_us * all_chunks) / count}
 
 
-async def requests(port: int, rate: float, seconds: float) -> dict[str, float]:
+async def requests(port: int, rate: float, seconds: float, pid: int) -> dict[str, float]:
     """Open loop of small requests without streaming.
 
     Both proxies get the same number a second. In a closed loop the faster one would keep its peers so busy that
     waking them costs it nothing, which is more than half of what a request costs on an idle machine.
     """
+    await _open_loop(port, _request(stream=False), rate, 0.2)
+    before = cpu_s(pid)
     times = await _open_loop(port, _request(stream=False), rate, seconds)
-    return {"units": len(times)}
+    return {"units": len(times), "us": (cpu_s(pid) - before) * 1e6 / len(times)}
 
 
 async def paced(port: int, rate: float, seconds: float) -> dict[str, float]:
@@ -165,15 +184,16 @@ async def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", choices=("streams", "requests", "paced"))
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--pid", type=int, default=os.getpid(), help="whose CPU to take")
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--rate", type=float, default=100)
     parser.add_argument("--seconds", type=float, default=2)
     args = parser.parse_args()
     match args.mode:
         case "streams":
-            result = await streams(args.port, args.streams)
+            result = await streams(args.port, args.streams, args.pid)
         case "requests":
-            result = await requests(args.port, args.rate, args.seconds)
+            result = await requests(args.port, args.rate, args.seconds, args.pid)
         case _:
             result = await paced(args.port, args.rate, args.seconds)
     print(json.dumps(result), flush=True)

@@ -35,6 +35,7 @@ from gateway.records import (
     Outcome,
     PrefixBlocks,
     Result,
+    Slot,
     StageTimes,
     Terms,
     Tier,
@@ -254,16 +255,16 @@ class Router:
         workers, excluded = _candidates(pool, blocks, tried)
         if not workers:
             raise NoWorker(f"no worker of model {pool.name!r} is ready", retry_after_s=_RETRY_AFTER_S)
+        slots = pool.slots if workers is pool.ready else [worker.slot for worker in workers]
         tokens = blocks.tokens
         chains = blocks.chains
         if chains:
             overlaps = self._index.overlap(blocks, pool.mask)
-            held = overlaps.tokens
-            raw = [held(worker.slot) for worker in workers]
-            view = self._view(pool, workers, raw, overlaps)
+            raw = overlaps.tokens_of(slots)
+            view = self._view(pool, workers, slots, raw, overlaps)
         else:
             raw = [0] * len(workers)
-            view = self._view(pool, workers, raw, None)
+            view = self._view(pool, workers, slots, raw, None)
         session = request.session
         home = self.sessions.find(session, now) if session is not None else None
         rates = pool.rates
@@ -296,12 +297,17 @@ class Router:
         own_s = rows[at][_OWN_S] or worker.slowdown * rates.prefill_s(tokens - hit, hit)
         return _Choice(decision, worker, pool, hit, own_s, output)
 
-    def _view(self, pool: Pool, workers: Sequence[Worker], raw: list[int], overlaps: Overlaps | None) -> View:
-        size, resident = pool.block_size, self._index.resident
+    def _view(
+        self, pool: Pool, workers: Sequence[Worker], slots: Sequence[Slot], raw: list[int], overlaps: Overlaps | None
+    ) -> View:
+        size = pool.block_size
         hits = [
             hit if worker.trust == 1.0 else int(hit * worker.trust) for worker, hit in zip(workers, raw, strict=True)
         ]
-        held = [resident(worker.slot, Tier.GPU) * size if worker.kv_capacity else 0 for worker in workers]
+        held = [
+            blocks * size if worker.kv_capacity else 0
+            for worker, blocks in zip(workers, self._index.gpu_blocks(slots), strict=True)
+        ]
         read_s: list[float] | None = None
         if overlaps is not None and self._slow_slots & pool.mask:
             for position, worker in enumerate(workers):

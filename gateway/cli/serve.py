@@ -14,6 +14,7 @@ import uvloop
 
 from gateway.config import ConfigError, ModelSettings, Settings
 from gateway.runtime import Gateway
+from gateway.runtime.garbage import tune_garbage_collection
 from gateway.runtime.models import ANY_MODEL
 from gateway.telemetry import set_up_logging
 
@@ -47,6 +48,7 @@ async def _serve(gateway: Gateway) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     await gateway.start()
+    tune_garbage_collection()
     try:
         await ended.wait()
     finally:

@@ -178,6 +178,11 @@ class KvIndex:
         worker = self._workers.get(slot)
         return 0 if worker is None else worker.blocks[TIER_INDEX[tier]]
 
+    def gpu_blocks(self, slots: Sequence[Slot]) -> list[int]:
+        """`resident` on GPU for many workers at once, in their order."""
+        workers = self._workers
+        return [workers[slot].blocks[0] if slot in workers else 0 for slot in slots]
+
     def stats(self) -> IndexStats:
         """Numbers for metrics and the admin port; costs a walk over workers and ranks, not over blocks."""
         workers = self._workers

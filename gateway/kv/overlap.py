@@ -5,16 +5,15 @@ Rules:
    the blocks in slower tiers that follow. What lies behind a hole is worth nothing.
 2. A prompt's last token is always computed, so at most the full blocks of its first `tokens - 1` tokens count, per
    chain. Engines match whole blocks of their own: where one covers several keys, the run is floored to it.
-3. The walk keeps the mask of workers whose run has not ended. The mask only loses bits, so a stretch at whose end it
-   is unchanged needs no look at its middle.
+3. The walk keeps the mask of workers whose run has not ended; it only loses bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import repeat
-from operator import and_
+from itertools import accumulate, groupby, repeat
+from operator import and_, or_
 from typing import Final
 
 from gateway.kv.tables import TIERS
@@ -31,32 +30,29 @@ Run = tuple[int, int]
 
 
 def fast_runs(keys: Sequence[BlockKey], slots: int, gpu: Masks, speculative: Masks) -> list[Run]:
-    """Runs over GPU and speculative blocks, shortest first; workers without a first block are left out."""
+    """Runs over GPU and speculative blocks, shortest first; workers without a first block are left out.
+
+    The walk runs in C but for the few places where some worker's run ends, and stops where the last one does; nearly
+    all of its time are the look-ups.
+    """
+    held = map(gpu.get, keys, _ZEROS)
+    if speculative:
+        held = map(or_, held, map(speculative.get, keys, _ZEROS))
     runs: list[Run] = []
-    held_by = gpu.get
-    sent_to = speculative.get if speculative else None
-    alive = slots
+    before = slots
     at = 0
-    total = len(keys)
-    while alive and at < total:
-        stretch = keys[at : at + _STRETCH]
-        if reduce(and_, map(held_by, stretch, _ZEROS), alive) == alive:
-            at += len(stretch)
-            continue
-        for key in stretch:
-            held = held_by(key, 0) & alive
-            if held != alive:
-                if sent_to is not None:
-                    held |= sent_to(key, 0) & alive
-                if held != alive:
-                    if at:
-                        runs.append((at, alive ^ held))
-                    alive = held
-                    if not alive:
-                        return runs
-            at += 1
-    if alive and at:
-        runs.append((at, alive))
+    for alive, stretch in groupby(accumulate(held, and_, initial=slots)):
+        if alive != before:
+            if at:
+                runs.append((at, before ^ alive))
+            if not alive:
+                return runs
+            before = alive
+            at += len(list(stretch))
+        else:
+            at += len(list(stretch)) - 1  # `initial` stands for no block
+    if at and before:
+        runs.append((at, before))
     return runs
 
 
@@ -126,6 +122,10 @@ class Overlaps:
         """Tokens the worker need not compute: all tiers, speculative blocks included, capped as in rule 2."""
         return self._tokens.get(slot, 0)
 
+    def tokens_of(self, slots: Sequence[Slot]) -> list[int]:
+        """`tokens` of many workers at once, in their order."""
+        return list(map(self._tokens.get, slots, _ZEROS))
+
     def blocks(self, slot: Slot) -> int:
         """Blocks of the index's size in the worker's runs, not capped."""
         return self._blocks.get(slot, 0)
@@ -153,14 +153,14 @@ class Overlaps:
         return found
 
     def _add(self, blocks: int, tokens: int, mask: int) -> None:
-        single = len(self._prefix.chains) == 1
-        for slot in _slots_of(mask):
-            if single:
-                self._blocks[slot] = blocks
-                self._tokens[slot] = tokens
-            else:
-                self._blocks[slot] = self._blocks.get(slot, 0) + blocks
-                self._tokens[slot] = self._tokens.get(slot, 0) + tokens
+        slots = _slots_of(mask)
+        if len(self._prefix.chains) == 1:
+            self._blocks.update(dict.fromkeys(slots, blocks))
+            self._tokens.update(dict.fromkeys(slots, tokens))
+            return
+        for slot in slots:
+            self._blocks[slot] = self._blocks.get(slot, 0) + blocks
+            self._tokens[slot] = self._tokens.get(slot, 0) + tokens
 
     def _extend(self, keys: Sequence[BlockKey], runs: list[Run], slots: int, slow_slots: int) -> list[Run]:
         """Continue the runs of workers with slower tiers; remembers each such worker's (start, end) for `slow`."""

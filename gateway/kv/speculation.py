@@ -14,9 +14,11 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import repeat
 
+from gateway.kv.overlap import run_of
 from gateway.records import BlockKey
 
 
@@ -50,7 +52,8 @@ class SpeculativeBlocks:
         self.held = 0
         self.truncated = 0
         self._limit = limit
-        self._again: dict[tuple[int, BlockKey], int] = {}
+        self._again: dict[int, Counter[BlockKey]] = {}
+        """By worker's bit: promises of a key beyond the first."""
         self._live: dict[int, set[Speculation]] = {}
 
     def promise(self, bit: int, keys: list[BlockKey], *, distinct: bool) -> Speculation:
@@ -63,17 +66,28 @@ class SpeculativeBlocks:
         if distinct and masks.keys().isdisjoint(keys):
             masks.update(zip(keys, repeat(bit)))
         else:
-            for key in keys:
-                mask = masks.get(key, 0)
-                if mask & bit:
-                    self._again[bit, key] = self._again.get((bit, key), 0) + 1
-                else:
-                    masks[key] = mask | bit
+            self._promise_each(bit, keys)
         self.held += len(keys)
         speculation = Speculation(bit, keys)
         if keys:
             self._live.setdefault(bit, set()).add(speculation)
         return speculation
+
+    def _promise_each(self, bit: int, keys: list[BlockKey]) -> None:
+        masks = self.masks
+        again = self._again.get(bit) or Counter[BlockKey]()
+        # A sibling's blocks begin with the same keys: those are counted without a look at each.
+        known = run_of(keys, bit, masks)
+        again.update(keys[:known])
+        promised_to = masks.get
+        for key in keys[known:]:
+            mask = promised_to(key, 0)
+            if mask & bit:
+                again[key] += 1
+            else:
+                masks[key] = mask | bit
+        if again:
+            self._again[bit] = again
 
     def retract(self, speculation: Speculation) -> None:
         """Take a speculation's keys out; doing it again changes nothing."""
@@ -94,17 +108,19 @@ class SpeculativeBlocks:
 
     def _remove(self, bit: int, keys: Iterable[BlockKey]) -> None:
         masks = self.masks
-        again = self._again
+        again = self._again.get(bit) or Counter[BlockKey]()
         for key in keys:
-            if again and (bit, key) in again:
-                left = again[bit, key] - 1
+            if key in again:
+                left = again[key] - 1
                 if left:
-                    again[bit, key] = left
+                    again[key] = left
                 else:
-                    del again[bit, key]
+                    del again[key]
                 continue
             mask = masks[key]
             if mask == bit:
                 del masks[key]
             else:
                 masks[key] = mask ^ bit
+        if not again:
+            self._again.pop(bit, None)

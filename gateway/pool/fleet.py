@@ -47,7 +47,9 @@ class Pool:
     are whole runs of the pool's.
     """
 
-    __slots__ = ("adapter", "block_size", "mask", "model", "name", "not_ready", "rates", "ready", "shortest", "workers")
+    __slots__ = (
+        "adapter", "block_size", "mask", "model", "name", "not_ready", "rates", "ready", "shortest", "slots", "workers",
+    )  # fmt: skip
 
     def __init__(self, name: str, *, model: str, adapter: str | None, rates: PoolRates) -> None:
         self.name = name
@@ -57,8 +59,10 @@ class Pool:
         self.block_size = DEFAULT_BLOCK_SIZE
         self.workers: tuple[Worker, ...] = ()
         self.ready: tuple[Worker, ...] = ()
+        self.slots: tuple[Slot, ...] = ()
+        """Slots of the ready workers, in their order."""
         self.mask = 0
-        """Slots of the ready workers."""
+        """The same as bits."""
         self.not_ready: tuple[tuple[WorkerId, str], ...] = ()
         """The others, with the reason."""
         self.shortest: int | None = None
@@ -71,7 +75,8 @@ class Pool:
         reasons = [(worker, _unfit(worker)) for worker in workers]
         self.ready = tuple(worker for worker, reason in reasons if reason is None)
         self.not_ready = tuple((worker.id, reason) for worker, reason in reasons if reason is not None)
-        self.mask = sum(1 << worker.slot for worker in self.ready)
+        self.slots = tuple(worker.slot for worker in self.ready)
+        self.mask = sum(1 << slot for slot in self.slots)
         self.shortest = min((w.facts.max_model_len for w in workers if w.facts.max_model_len is not None), default=None)
 
 

@@ -212,8 +212,9 @@ class Connection(asyncio.Protocol):
         self._owner.deadlines.watch(self)
 
     def data_received(self, data: bytes) -> None:
+        feed = self._feed
         try:
-            self._feed(data)
+            feed(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             if not self._ended:
                 now = self._clock()

@@ -171,6 +171,19 @@ def test_an_unknown_model_names_a_few_that_are_served() -> None:
         Bench(0).route([1])
 
 
+def test_models_never_meet_though_they_share_keys() -> None:
+    bench = Bench(1)
+    other = WorkerFacts(EngineKind.VLLM, "1", ("other",), block_size=SIZE)
+    holder = bench.fleet.add(WorkerSpec(WorkerId("o"), "http://o:8000"), other, 0.0)
+    bench.index.bind(holder.slot, block_size=SIZE)
+    tokens = list(range(4 * SIZE + 1))
+    bench.hold("o", tokens)
+    lease = bench.route(tokens)
+    assert (lease.worker.id, lease.decision.available_tokens) != ("o", 4 * SIZE)
+    assert lease.decision.available_tokens == 0
+    assert bench.route(tokens, model="other").decision.predicted_tokens == 4 * SIZE
+
+
 def test_a_request_without_a_model_goes_to_the_only_one() -> None:
     bench = Bench(1)
     assert bench.router.pool("") is bench.fleet.pools["m"]

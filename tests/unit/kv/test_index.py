@@ -202,13 +202,6 @@ def test_a_block_size_below_one_is_refused() -> None:
         KvIndex().bind(A, block_size=0)
 
 
-def test_models_never_meet() -> None:
-    index = KvIndex()
-    index.bind(A, block_size=SIZE)
-    apply(index, A, store([1], tokens(1)))
-    assert held(index, request(tokens(1)), A) == 0
-
-
 # ---------------------------------------------------------------- orphans (B5)
 
 

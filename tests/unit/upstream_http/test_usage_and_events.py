@@ -44,6 +44,8 @@ DIFFERENT = {
     ("vllm-0.32.0", "responses_stream"): Usage(13, 3, 0),
     ("vllm-0.32.0", "anthropic_messages"): Usage(13, 4, 0),
     ("vllm-0.32.0", "anthropic_messages_stream"): Usage(13, 3, 0),
+    ("vllm-0.16.0", "responses"): Usage(13, 4, 0),
+    ("vllm-0.16.0", "responses_stream"): Usage(13, 3, 0),
     ("vllm-0.16.0", "anthropic_messages"): Usage(13, 4, None),
     ("vllm-0.16.0", "anthropic_messages_stream"): Usage(13, 3, None),
     ("sglang-0.5.23", "responses"): Usage(13, 2, 0),
