@@ -82,8 +82,8 @@ def measure(*, rounds: int = 5, streams: int = 100, rate: float = 1000, seconds:
         chunk_us: dict[str, list[float]] = {name: [] for name in proxies}
         stream_us: dict[str, list[float]] = {name: [] for name in proxies}
         request_us: dict[str, list[float]] = {name: [] for name in proxies}
-        p50: dict[str, list[float]] = {"direct": []} | {name: [] for name in proxies}
-        p99: dict[str, list[float]] = {"direct": []} | {name: [] for name in proxies}
+        p50: dict[str, list[float]] = {name: [] for name in ("direct", *proxies)}
+        p99: dict[str, list[float]] = {name: [] for name in ("direct", *proxies)}
         for port, pid in proxies.values():
             _load("requests", port, pid=pid, rate=rate, seconds=0.5)
         for _ in range(rounds):

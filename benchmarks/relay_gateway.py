@@ -2,13 +2,12 @@
 
     python -m benchmarks.relay_gateway --port 9000 --worker http://127.0.0.1:9001
 
-No tokenizer, no events, no polls, no metrics: the cost of the parts beside the bytes is measured by the other benchmarks.
+No tokenizer, no events, no polls, no metrics: what is beside the bytes is measured by the other benchmarks.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
@@ -22,6 +21,8 @@ from gateway.policy import make_policy
 from gateway.pool import Fleet
 from gateway.records import EngineKind, Outcome, WorkerFacts, WorkerId, WorkerSpec
 from gateway.router import Router
+from gateway.runtime.garbage import tune_garbage_collection
+from gateway.upstream.connections import Timeouts
 from gateway.upstream.http import Upstream
 
 
@@ -39,7 +40,8 @@ def make_edge(workers: list[str]) -> tuple[Edge, Fleet]:
     edge = Edge(
         router=Router(fleet, KvIndex(), make_policy("round_robin", rng=rng), rng=rng),
         hashers=lambda _model: None,
-        upstream=Upstream(clock=monotonic),
+        # As long as nginx keeps its connections; the fake worker has no keep-alive timeout.
+        upstream=Upstream(clock=monotonic, timeouts=Timeouts(pool_idle_s=60)),
         executor=ThreadPoolExecutor(1),
         clock=monotonic,
         on_outcome=_ignore,
@@ -60,9 +62,7 @@ async def _serve(port: int, workers: list[str]) -> None:
         log_level="warning",
         access_log=False,
     )
-    # As the gateway itself does: what lives as long as the process is no garbage to look through.
-    gc.collect()
-    gc.freeze()
+    tune_garbage_collection()
     await uvicorn.Server(config).serve()
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.relay_worker --port 9001
 
 POST with `"stream":true` gets 100 chunks, one every 20 ms by an absolute timetable (a late chunk does not delay the
-ones after it); any other POST a chat answer of 500 bytes. `GET` answers as a vLLM worker would to a health probe.
+ones after it); any other POST a chat answer of 500 bytes. `GET` answers as a vLLM worker would to a gateway's probes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,26 @@ _ANSWER = (
     b"HTTP/1.1 200 OK\r\ndate: Sun, 29 Nov 2026 14:51:05 GMT\r\nserver: uvicorn\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_ANSWER_BODY), _ANSWER_BODY)
 )
-_EMPTY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+
+def _plain(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+_NOTHING = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
+_PAGES = {
+    b"/health": _plain(b""),
+    b"/version": _plain(b'{"version": "0.32.0"}'),
+    b"/v1/models": _plain(b'{"object": "list", "data": [{"id": "fake", "object": "model", "max_model_len": 32768}]}'),
+    b"/kv_event_sources": _plain(b"{}"),
+    b"/metrics": _plain(
+        b'vllm:num_requests_running{engine="0",model_name="fake"} 0.0\n'
+        b'vllm:num_requests_waiting{engine="0",model_name="fake"} 0.0\n'
+        b'vllm:kv_cache_usage_perc{engine="0",model_name="fake"} 0.1\n'
+        b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="60000"} 1.0\n'
+    ),
+}
+"""What a gateway probes."""
 
 
 class Worker(asyncio.Protocol):
@@ -100,7 +119,7 @@ class Worker(asyncio.Protocol):
             return
         self._buffer = b""
         if not head.startswith(b"post"):
-            self._transport.write(_EMPTY)
+            self._transport.write(_PAGES.get(head.split(b" ", 2)[1], _NOTHING))
         elif b'"stream":true' in body:
             self._usage = b"include_usage" in body
             self._transport.write(_STREAM_HEAD + _FIRST)

@@ -65,6 +65,13 @@ class AuthSettings(_Section):
 
     admin_token: SecretStr | None = Field(None, description="Bearer token of the admin port; none: no check.")
 
+    @field_validator("admin_token")
+    @classmethod
+    def _not_empty(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not value.get_secret_value():
+            raise ValueError("is empty; give a token, or leave the key out to have no check")
+        return value
+
 
 class ModelSettings(_Section):
     """One model: where its tokenizer lies and how its prompts are cut."""
@@ -84,8 +91,8 @@ class WorkerSettings(_Section):
     url: str = Field(description="Base URL, such as http://10.0.0.1:8000.")
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Shown in metrics and receipts.")
     engine: Literal["auto", "vllm", "sglang"] = Field("auto", description="The software it runs.")
-    pool: str = Field("default", description="Pools group workers of the same model by purpose.")
-    role: Role = Field(Role.BOTH, description="prefill, decode or both.")
+    pool: str = Field("default", description="A label of its metrics and decisions.")
+    role: Role = Field(Role.BOTH, description="Only workers that do both get requests; the others are watched.")
     kv_events: str = Field("auto", description="ZMQ endpoint of its KV events, `auto`, or `off`.")
     kv_replay: str = Field("auto", description="ZMQ endpoint of the event replay, `auto`, or `off`.")
     api_key: SecretStr | None = Field(None, description="Sent to the worker instead of the client's key.")
@@ -276,7 +283,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError([f"{path}: no valid YAML: {error}"]) from error
     if tree is None:
         return {}
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError([f"{path}: expected sections such as `server:` at the top"])
     # A section that is there but empty (`auth:`) means its defaults.
     return {key: value for key, value in tree.items() if value is not None}

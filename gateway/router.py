@@ -38,7 +38,9 @@ from gateway.records import (
     Slot,
     StageTimes,
     Terms,
+    TextPrompt,
     Tier,
+    TokenPrompt,
     WorkerId,
 )
 
@@ -51,6 +53,9 @@ _RETRY_AFTER_S = 1.0
 _NO_ANSWER = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, Endpoint.TOKENIZE, Endpoint.DETOKENIZE})
 """Endpoints that generate no tokens."""
 
+
+_MAX_CHOICES = 128
+"""OpenAI's limit of `n`. The client's number may be any; what is reserved for one request must stay a sane amount."""
 
 _SLOW_TIERS = (Tier.CPU, Tier.DISK, Tier.REMOTE)
 
@@ -336,7 +341,7 @@ class Router:
         expected = int(pool.rates.output_tokens)
         if request.max_tokens is not None:
             expected = min(expected, request.max_tokens)
-        return request.choices * (expected // pool.block_size + 1) * pool.block_size
+        return _answers(request) * (expected // pool.block_size + 1) * pool.block_size
 
 
 class Lease:
@@ -390,7 +395,7 @@ class Lease:
         if ending.result is not Result.COMPLETED or not outcome.completion_tokens:
             return
         rates = self._pool.rates
-        rates.learn_output(outcome.completion_tokens)
+        rates.learn_output(outcome.completion_tokens / _answers(self._request))
         if outcome.inter_token_s is not None:
             rates.learn_inter_token(float(self.worker.inflight_requests + 1), outcome.inter_token_s)
 
@@ -418,7 +423,7 @@ class Lease:
             missed_tokens=missed,
             miss_cause=MissCause.UNKNOWN if missed else None,
             ttft_s=first_at - started_at if first_at is not None else None,
-            inter_token_s=_inter_token_s(ending, first_at) if request.stream else None,
+            inter_token_s=_inter_token_s(ending, first_at, _answers(request)) if request.stream else None,
             chunks=ending.chunks,
             retries=retries,
             affinity=decision.affinity,
@@ -429,6 +434,18 @@ class Lease:
 
 
 # --------------------------------------------------------------------------- small rules
+
+
+def _answers(request: InferenceRequest) -> int:
+    """How many texts the worker is to write: choices of each prompt."""
+    match request.prompt:
+        case TextPrompt(texts):
+            prompts = len(texts)
+        case TokenPrompt(token_lists):
+            prompts = len(token_lists)
+        case _:
+            prompts = 1
+    return prompts * min(request.choices, _MAX_CHOICES)
 
 
 def _candidates(
@@ -488,8 +505,9 @@ def _missed(decision: Decision, delivered: int | None) -> int:
     return short if short > decision.block_size and short > 0.1 * decision.predicted_tokens else 0
 
 
-def _inter_token_s(ending: Ending, first_at: float | None) -> float | None:
-    """Mean seconds between tokens of a stream, None when too short to say."""
-    if first_at is None or ending.last_byte_at is None or ending.usage is None or ending.usage.completion_tokens < 2:
+def _inter_token_s(ending: Ending, first_at: float | None, answers: int) -> float | None:
+    """Mean seconds between tokens of one answer of a stream, None when too short to say."""
+    if first_at is None or ending.last_byte_at is None or ending.usage is None:
         return None
-    return max(0.0, ending.last_byte_at - first_at) / (ending.usage.completion_tokens - 1)
+    tokens = ending.usage.completion_tokens / answers
+    return max(0.0, ending.last_byte_at - first_at) / (tokens - 1.0) if tokens >= 2.0 else None

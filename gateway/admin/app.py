@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from itertools import islice
 from typing import Annotated, Any
@@ -81,8 +82,9 @@ class AdminViews:
     """What the admin port needs of the process.
 
     `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises ProbeFailed),
-    `remove_worker` returns once no new request can go there. `config` is the configuration with secrets masked.
-    `affinity_header` (lower case) and `affinity_field` are where a session id is read.
+    `remove_worker` returns once no new request can go there. `members` are the names in use, also of workers that have
+    not joined yet. `config` is the configuration with secrets masked. `affinity_header` (lower case) and
+    `affinity_field` are where a session id is read.
     """
 
     router: Router
@@ -91,6 +93,7 @@ class AdminViews:
     hasher: Callable[[str], PromptHasher | None]
     add_worker: Callable[[WorkerSpec], Awaitable[None]]
     remove_worker: Callable[[WorkerId], Awaitable[None]]
+    members: Callable[[], Collection[WorkerId]]
     config: Callable[[], Mapping[str, Any]]
     ready: Callable[[], Readiness]
     clock: Callable[[], float]
@@ -229,13 +232,15 @@ def _deciding(views: AdminViews) -> APIRouter:
             known = ", ".join(known.value for known in Endpoint)
             raise BadRequest(f"path {path!r} is no inference path; there are {known}", param="path") from error
         body = await _body(request, views.max_body_bytes)
-        asked = parse_request(
+        parse = partial(
+            parse_request,
             endpoint,
             body,
             request_id="explain",
             session=request.headers.get(views.affinity_header),
             affinity_field=views.affinity_field,
         )
+        asked = await asyncio.to_thread(parse)  # a long body takes a while
         pool = views.router.pool(asked.model)
         hasher = views.hasher(pool.model)
         if hasher is None:
@@ -253,34 +258,35 @@ def _deciding(views: AdminViews) -> APIRouter:
 
 def _members(views: AdminViews) -> APIRouter:
     routes = APIRouter(tags=["members"])
-    fleet = views.router.fleet
 
     @routes.post("/admin/workers", status_code=201)
     async def add(settings: WorkerSettings) -> WorkerAnswer:
         """Probe a worker and let it join; the keys are those of `workers` in the configuration file."""
-        spec = settings.spec({str(name) for name in fleet.workers})
-        if spec.name in fleet.workers:
+        members = views.members()
+        spec = settings.spec({str(name) for name in members})
+        if spec.name in members:
             raise NameTaken(f"a worker named {spec.name!r} is in the fleet; delete it first or choose another name")
         await views.add_worker(spec)
         return _worker_answer(views, spec.name)
 
     @routes.delete("/admin/workers/{worker_id}", status_code=204)
     async def remove(worker_id: str) -> None:
-        """Take a worker out. It gets no new requests; open ones run to their end."""
-        await views.remove_worker(_known(views, WorkerId(worker_id)))
+        """Take a worker out, also one that has not joined yet. It gets no new requests; open ones run to their end."""
+        await views.remove_worker(_known(WorkerId(worker_id), views.members()))
 
     return routes
 
 
-def _known(views: AdminViews, worker_id: WorkerId) -> WorkerId:
-    if worker_id not in views.router.fleet.workers:
-        names = ", ".join(sorted(views.router.fleet.workers)) or "none"
+def _known(worker_id: WorkerId, workers: Collection[WorkerId]) -> WorkerId:
+    if worker_id not in workers:
+        names = ", ".join(sorted(workers)) or "none"
         raise NotFound(f"no worker is named {worker_id!r}; there are: {names}", code="worker_not_found")
     return worker_id
 
 
 def _worker_answer(views: AdminViews, worker_id: WorkerId) -> WorkerAnswer:
-    worker = views.router.fleet.workers[_known(views, worker_id)]
+    workers = views.router.fleet.workers
+    worker = workers[_known(worker_id, workers)]
     reading = next((reading for reading in views.readings.workers() if reading.worker == worker_id), None)
     feed = next((feed for feed in views.readings.feeds() if feed.worker == worker_id), None)
     return WorkerAnswer.of(worker, reading, feed, views.clock())

@@ -45,7 +45,7 @@ def run(*, duration_s: float, engines: int, seed: int, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(result.summary()))
     else:
-        print_summary(console, result)
+        print_summary(console, result, warm_up_share=settings.warm_up_share)
     return 1 if result.failed else 0
 
 

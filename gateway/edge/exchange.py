@@ -187,18 +187,13 @@ class Exchange:
 
     async def _understand(self, body: bytes) -> InferenceRequest:
         edge = self._edge
-        parse = functools.partial(
-            parse_request,
-            self._endpoint,
-            body,
-            request_id=self._request_id.decode("latin-1"),
-            session=self._session,
-            affinity_field=edge.session_field,
-        )
+        request_id = self._request_id.decode("latin-1")
+        session, field = self._session, edge.session_field
         if len(body) <= edge.limits.inline_parse_bytes:
-            request = parse()
+            request = parse_request(self._endpoint, body, request_id=request_id, session=session, affinity_field=field)
         else:
-            request = await self._loop.run_in_executor(edge.executor, parse)
+            parse = functools.partial(parse_request, request_id=request_id, session=session, affinity_field=field)
+            request = await self._loop.run_in_executor(edge.executor, parse, self._endpoint, body)
         self._model = request.model
         self._streamed = request.stream
         self._parsed_at = self._located_at = self._reserved_at = self._connected_at = edge.clock()

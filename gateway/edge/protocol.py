@@ -289,13 +289,12 @@ class ClientProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         if exchange.declared_bytes > self._limits.max_body_bytes:
             self._stop_reading(_too_large(self._limits.max_body_bytes))
-        begin = functools.partial(self._begin_turn, exchange, expects=self.expect_100_continue)
         if waits:
-            self._turns.append(begin)
+            self._turns.append(functools.partial(self._begin_turn, exchange, self.expect_100_continue))
         else:
-            begin()
+            self._begin_turn(exchange, self.expect_100_continue)
 
-    def _begin_turn(self, exchange: Exchange, *, expects: bool) -> None:
+    def _begin_turn(self, exchange: Exchange, expects: bool) -> None:
         if expects and not exchange.whole:
             self.write(_CONTINUE)
         exchange.start()

@@ -51,7 +51,7 @@ class RelayOwner(Protocol):
 
 
 class Relay:
-    """Sink of one answer (`upstream.connections.AnswerSink`); made when its head is there."""
+    """Sink of one answer (`upstream.connection.AnswerSink`); made when its head is there."""
 
     __slots__ = (
         "_chunked",

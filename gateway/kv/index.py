@@ -124,6 +124,8 @@ class KvIndex:
         tally = self._placement.apply(worker, table, events)
         if worker.span > 1:
             self._spans[slot] = worker.span
+        elif self._spans:
+            self._spans.pop(slot, None)
         if tally.ignored:
             worker.ignored.update(tally.ignored)
         self._orphans_dropped += tally.dropped

@@ -113,8 +113,8 @@ class Placement:
         except (TypeError, ValueError):
             tally.ignore("malformed", len(hashes))  # token ids that are no token ids
             return
-        if tier == 0 and not worker.span:
-            worker.span = span
+        if tier == 0:
+            worker.span = span  # an engine that was started anew may have another block size
         if span == 1:
             self._place_all(worker, table, tier, hashes, keys, tally)
         else:

@@ -3,9 +3,10 @@
 from gateway.pool.fleet import Fleet, Pool, ServedModel
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
 from gateway.pool.sessions import Sessions
-from gateway.pool.worker import Reservation, Worker, WorkerState
+from gateway.pool.worker import STALE_S, Reservation, Worker, WorkerState
 
 __all__ = [
+    "STALE_S",
     "Fleet",
     "InterTokenRates",
     "Pool",

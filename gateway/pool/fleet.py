@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
-from gateway.pool.worker import Reservation, Worker, WorkerState
+from gateway.pool.worker import STALE_S, Reservation, Worker, WorkerState
 from gateway.records import LoadSample, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
 
 MAX_WORKERS = 1024
@@ -91,7 +91,8 @@ def _unfit(worker: Worker) -> str | None:
 class Fleet:
     """Every worker by name and every pool by served model name.
 
-    `block_sizes` gives configured block sizes by base model name; `priors` are the speeds assumed before any is seen.
+    `block_sizes` gives configured block sizes by base model name; `priors` are the speeds assumed before any is seen;
+    a load sample older than `stale_s` is forgotten.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Fleet:
         *,
         block_sizes: Mapping[str, int] | None = None,
         priors: tuple[PrefillRates, InterTokenRates] | None = None,
+        stale_s: float = STALE_S,
     ) -> None:
+        self._stale_s = stale_s
         self._priors = priors or (PREFILL_PRIOR, INTER_TOKEN_PRIOR)
         self._block_sizes = dict(block_sizes or {})
         self._workers: dict[WorkerId, Worker] = {}
@@ -128,7 +131,9 @@ class Fleet:
             worker.refit(facts, block_size)
         else:
             rates = self._rates_of(_base_model(spec, facts))
-            worker = Worker(spec.name, self._take_slot(), spec, facts, rates, block_size, added_at=now)
+            worker = Worker(
+                spec.name, self._take_slot(), spec, facts, rates, block_size, added_at=now, stale_s=self._stale_s
+            )
         worker.state, worker.state_since, worker.reason = WorkerState.READY, now, None
         self._workers[worker.id] = worker
         self._refit_pools()
@@ -154,7 +159,7 @@ class Fleet:
             self._refit_pools()
 
     def facts(self, worker_id: WorkerId, facts: WorkerFacts, now: float) -> None:
-        """Probing found something new; unknown names are ignored. A new start time empties what was polled."""
+        """Probing found something new; unknown names are ignored."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return

@@ -166,7 +166,12 @@ class PoolRates:
         return overhead + new * (token + pair * (cached + new / 2))
 
     def learn_prefill(self, x: tuple[float, float, float], seconds: float, slowdown: Slowdown) -> None:
-        """`seconds` of prefill work on one worker; `x` = requests, new tokens, token pairs in it."""
+        """`seconds` of prefill work on one worker; `x` = requests, new tokens, token pairs in it.
+
+        Prefills that end in one instant leave no time between them: that says nothing and is ignored.
+        """
+        if not (seconds > 0.0 and math.isfinite(seconds)):
+            return
         model = self._prefill
         if model.warm:
             expected = model.predict(x)
@@ -185,7 +190,7 @@ class PoolRates:
         mean = self.prompt_tokens
         self.prompt_tokens = mean + 0.02 * (tokens - mean) if mean else float(tokens)
 
-    def learn_output(self, tokens: int) -> None:
+    def learn_output(self, tokens: float) -> None:
         """An answer of `tokens` ended by itself."""
         self.output_tokens += 0.02 * (tokens - self.output_tokens)
 

@@ -8,7 +8,7 @@ Rules:
    `head_since`; what is ahead of a new request is their estimated seconds less what has run of the head's.
 4. A request without a stream shows no first byte when its prefill ends. It counts as prefilled once its estimate has
    run out at the head (`settle_due`).
-5. KV room is the last poll plus what we placed and ended since. A poll older than `STALE_S` says nothing: then only
+5. KV room is the last poll plus what we placed and ended since. A poll older than `stale_s` says nothing: then only
    our own reservations count.
 6. Requests the worker has beyond ours are another client's. They are priced at what such a request costs here on
    average, with the hit rate the worker shows, never as cold ones.
@@ -30,7 +30,7 @@ from gateway.pool.rates import PoolRates, Slowdown
 from gateway.records import LoadSample, Slot, WorkerFacts, WorkerId, WorkerSpec
 
 STALE_S = 5.0
-"""Age at which a load sample is forgotten: five polls at the default period."""
+"""Age at which a load sample is forgotten, by default: five polls at the default period."""
 
 FORGET_S = 300.0
 """Value of an idle cached block falls to 1/e over this time; measured on conversation and agent traces."""
@@ -121,6 +121,7 @@ class Worker:
     rates: PoolRates
     block_size: int
     added_at: float
+    stale_s: float = STALE_S
     state: WorkerState = WorkerState.READY
     state_since: float = 0.0
     reason: str | None = None
@@ -204,7 +205,7 @@ class Worker:
         self._prefilled(reservation, now)
         if period is not None and (not self._pending or period.requests >= _PERIOD_REQUESTS):
             self._learn(period, now)
-            self._period = _Period(now) if self._pending else None
+            self._period = self._next_period(now) if self._pending else None
 
     def release(self, reservation: Reservation, now: float) -> None:
         """The request is over, however it ended. Later calls change nothing."""
@@ -234,6 +235,8 @@ class Worker:
             if head.streamed or ends > now:
                 return
             self._prefilled(head, ends)
+            if self._period is not None:
+                self._period.clean = False  # it took time that nobody saw end
             if not self._pending:
                 self._period = None
 
@@ -260,6 +263,11 @@ class Worker:
         self.head_s = reservation.prefill_s
         self.head_since = now
 
+    def _next_period(self, now: float) -> _Period:
+        """A period that begins while others wait: clean when none of what makes one unclean is there already."""
+        crowded = self.kv_capacity and self.kv_tokens > _CROWDED * self.kv_capacity
+        return _Period(now, clean=not (crowded or self.foreign_s))
+
     def _learn(self, period: _Period, now: float) -> None:
         if period.clean:
             x = (float(period.requests), float(period.new_tokens), period.pairs)
@@ -277,7 +285,7 @@ class Worker:
             self._fit_capacity()
         if self.kv_capacity:
             queued = sum(waiting.kv_tokens for waiting in list(self._pending.values())[1:])
-            self._polled_kv = int(sample.kv_usage * self.kv_capacity) + queued
+            self._polled_kv = int(min(max(sample.kv_usage, 0.0), 1.0) * self.kv_capacity) + queued
         if before is not None:
             self._observe_hits(before, sample)
         self._observe_foreign(sample, now)
@@ -301,6 +309,8 @@ class Worker:
         self.foreign_since = now
         self.foreign_s = 0.0
         if queued:
+            if self._period is not None:
+                self._period.clean = False
             prompt = int(self.rates.prompt_tokens)
             cached = int(prompt * self.hit_rate)
             self.foreign_s = queued * self.slowdown * self.rates.prefill_s(prompt - cached, cached)
@@ -308,7 +318,7 @@ class Worker:
     def tick(self, now: float) -> None:
         """Called about twice a second: old samples are forgotten, estimates that depend on time are renewed."""
         self.settle_due(now)
-        if self.loaded_at is not None and now - self.loaded_at > STALE_S:
+        if self.loaded_at is not None and now - self.loaded_at > self.stale_s:
             self.load = self.loaded_at = self._polled_kv = None
             self.foreign_s = self.foreign_requests = self._foreign_seen = 0.0
         self._refresh(now)

@@ -143,6 +143,7 @@ class ChainTree:
             self._roots[root.root_name] = root
             self._order[root] = None
             self.bytes += root.size
+            self._fit()
 
     @staticmethod
     def walk(root: Node, text: str, next_cut: Callable[[str, int], int | None]) -> Walked:
@@ -190,6 +191,9 @@ class ChainTree:
             if below is not None:
                 node.last = below
             below = node
+        self._fit()
+
+    def _fit(self) -> None:
         while self.bytes > self.max_bytes:
             self._evict()
 

@@ -1,7 +1,8 @@
 """Garbage collection of a process that routes: rarely, and not over what stays.
 
-The index holds millions of objects that live long and make no cycles; a full collection walks all of them and stops every
-stream for as long. Reference counts free what requests leave behind, so collecting less often costs little memory.
+The index holds millions of objects that live long and make no cycles; a full collection walks all of them and stops
+every stream for as long. Reference counts free what requests leave behind, so collecting less often costs little
+memory.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from gateway.config import Settings
 from gateway.edge import Edge, EdgeLimits, client_app, client_protocol, request_id_maker
 from gateway.kv import KvIndex
 from gateway.policy import Weights, make_policy
-from gateway.pool import Fleet
+from gateway.pool import STALE_S, Fleet
 from gateway.records import Outcome, WorkerId
 from gateway.router import Router, RouterSettings
 from gateway.runtime.models import Tokenizers
@@ -46,6 +46,8 @@ from gateway.upstream.membership import Membership, MembershipSettings
 
 _EXPIRE_EVERY_S = 0.5
 _LOOK_S = 0.05
+_STALE_POLLS = 5
+"""Polls of a worker's load that may fail before its last sample is forgotten."""
 _TOKENIZE_THREADS = 2
 """Threads that tokenise new text; the tokenizer runs outside the interpreter lock."""
 _BACKLOG = 2048
@@ -82,7 +84,8 @@ class Gateway:
         self.supervisor = Supervisor(clock)
         self.tokenizers = Tokenizers(settings.models, now=lambda: datetime.now().astimezone())
         self.fleet = Fleet(
-            block_sizes={name: m.block_size for m in settings.models for name in (m.name, *m.aliases) if m.block_size}
+            block_sizes={name: m.block_size for m in settings.models for name in (m.name, *m.aliases) if m.block_size},
+            stale_s=max(STALE_S, _STALE_POLLS * settings.load.poll_s),
         )
         self.index = KvIndex()
         routing = settings.routing
@@ -107,7 +110,7 @@ class Gateway:
                 total_s=timeouts.total_s,
             ),
         )
-        self.metrics = RequestMetrics(self.fleet.pools.__contains__)
+        self.metrics = RequestMetrics(self.fleet.pools.__contains__, is_worker=self.fleet.workers.__contains__)
         self.ports: Ports | None = None
         self.membership: Membership
         self.edge: Edge
@@ -247,6 +250,7 @@ class Gateway:
             hasher=self.tokenizers.find,
             add_worker=self.membership.add,
             remove_worker=self.membership.leave,
+            members=lambda: self.membership.members,
             config=lambda: settings.model_dump(mode="json"),
             ready=self.readiness,
             clock=self.clock,

@@ -19,10 +19,13 @@ from pathlib import Path
 import structlog
 
 from gateway.config import ConfigError, ModelSettings
-from gateway.prefix import BadModelFiles, BadTemplate, PromptHasher
+from gateway.prefix import PromptHasher
 from gateway.records import EngineKind, WorkerFacts, WorkerSpec
 
 ANY_MODEL = "*"
+
+_UNREADABLE = (ValueError, OSError)
+"""What loading raises: every error of `gateway.prefix` is a ValueError, and so is a file that is no UTF-8."""
 
 MAX_HASHERS = 256
 """Models of one gateway whose caches are kept; more are served without prefix blocks for text."""
@@ -45,7 +48,7 @@ class Tokenizers:
                 continue
             try:
                 hasher = self._load(model.name, model.tokenizer, model)
-            except (BadModelFiles, BadTemplate, OSError) as error:
+            except _UNREADABLE as error:
                 raise ConfigError([f"models.{model.name}: {error}"]) from error
             for name in (model.name, *model.aliases):
                 self._hashers[name] = hasher
@@ -80,7 +83,7 @@ class Tokenizers:
         directory = settings.tokenizer if settings is not None else _readable(facts.root)
         try:
             hasher = self._load(model, directory, settings, facts.engine)
-        except (BadModelFiles, BadTemplate, OSError) as error:
+        except _UNREADABLE as error:
             self._log.warning("tokenizer cannot be used", model=model, directory=str(directory), reason=str(error))
             return PromptHasher.load(None, engine=facts.engine)
         if directory is None:

@@ -44,7 +44,7 @@ class _Lines:
             )
 
 
-def print_summary(console: Console, result: DemoResult) -> None:
+def print_summary(console: Console, result: DemoResult, *, warm_up_share: float) -> None:
     """The final table and what the first policy gained over the last."""
     scores = list(result.scores.values())
     console.print(_table(None, 0.0, scores))
@@ -56,6 +56,13 @@ def print_summary(console: Console, result: DemoResult) -> None:
             f"Median time to first token: {second / first:.1f} times shorter.",
             highlight=False,
         )
+    console.print(
+        f"Not counted: the first {warm_up_share:.0%} of the time, while the caches fill. The system prompts fit the "
+        "caches of all engines together, not those of one: the case this routing is for. Real traces: "
+        "benchmarks/README.md.",
+        highlight=False,
+        style="dim",
+    )
 
 
 def _table(elapsed_s: float | None, duration_s: float, scores: Sequence[PolicyScore]) -> Table:
@@ -69,12 +76,13 @@ def _table(elapsed_s: float | None, duration_s: float, scores: Sequence[PolicySc
     table.add_row("time to first token, p99", *(_ms(score.ttft_s(0.99)) for score in scores))
     table.add_row("route misses", *(_share(score.route_miss_rate) for score in scores))
     table.add_row("requests", *(str(score.requests) for score in scores))
-    table.add_row("in flight", *(str(score.in_flight) for score in scores))
+    if elapsed_s is not None:
+        table.add_row("in flight", *(str(score.in_flight) for score in scores))
     table.add_row("errors", *(str(score.errors.total()) for score in scores))
     for worker in sorted({worker for score in scores for worker in score.shares}):
         table.add_row(f"share of {worker}", *(_share(_part(score, worker)) for score in scores))
-    if any(score.admin_url for score in scores):
-        table.add_row("page", *(score.admin_url or "" for score in scores))
+    if elapsed_s is not None and any(score.admin_url for score in scores):
+        table.add_row("admin port", *(score.admin_url or "" for score in scores))
     return table
 
 

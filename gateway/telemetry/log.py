@@ -5,10 +5,14 @@ Rules:
    `MAX_CLIENT_TEXT` characters.
 2. Time stamps come from the wall clock passed in, UTC in milliseconds.
 3. Libraries that log through the standard library (uvicorn, httpx) end up in the same stream and form.
+4. Logging never fails: what UTF-8 cannot hold is escaped, and a stream that takes nothing more loses lines,
+   nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -55,7 +59,7 @@ def set_up_logging(
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.BytesLoggerFactory(stream),
+        logger_factory=structlog.BytesLoggerFactory(_Forgiving(stream)),  # type: ignore[arg-type]  # needs no more
         cache_logger_on_first_use=True,
     )
     logger: FilteringBoundLogger = structlog.get_logger()
@@ -143,13 +147,19 @@ class RequestLog:
             self._logger.log(level, **fields)
 
 
+def _client_text(text: str) -> str:
+    """Cut, and without the lone surrogates that JSON lets a client write."""
+    text = text[:MAX_CLIENT_TEXT]
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 def _line(outcome: Outcome, time: str, level: str) -> _Line:
     line = _Line(
         time,
         level,
         "request",
-        outcome.request_id[:MAX_CLIENT_TEXT],
-        outcome.model[:MAX_CLIENT_TEXT],
+        _client_text(outcome.request_id),
+        _client_text(outcome.model),
         outcome.result.value,
         outcome.status,
         round((outcome.ended_at - outcome.started_at) * 1e3, 3),
@@ -183,6 +193,21 @@ def _stamp(wall_s: float) -> str:
     return datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="milliseconds")
 
 
+class _Forgiving:
+    """The log's stream for loggers, who must not fail with it: whoever read it may be gone (rule 4)."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(data)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 class _Json:
     """Renders an event as one JSON object, time and level first; unknown objects by `str`."""
 
@@ -191,7 +216,11 @@ class _Json:
 
     def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> bytes:
         front = {"time": event.pop("time"), "level": event.pop("level"), "event": event.pop("event")}
-        return self._encode({**front, **event})
+        line = {**front, **event}
+        try:
+            return self._encode(line)
+        except UnicodeEncodeError:  # lone surrogates: the standard encoder escapes them
+            return json.dumps(line, default=str).encode()
 
 
 class _Console:

@@ -4,7 +4,9 @@ Rules:
 1. `record` runs on the loop for every request, so it costs additions only: series are found in one look-up and hold
    plain numbers: 2 us, where prometheus_client's own objects (a lock for each of the sixteen numbers) take 9 us.
 2. A model name that nobody serves is a client's word and becomes `unknown`; no worker becomes `none`.
-3. The number of series is bounded: what does not fit is counted under `other`.
+3. A request that ends when its worker has left counts under the worker `gone`: names that are not used again (pods)
+   would fill the table for ever.
+4. The number of series is bounded: what does not fit is counted under `other`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gateway.records import Outcome, PrefixMode, StageTimes, WorkerId
 
-UNKNOWN, NONE, OTHER = "unknown", "none", "other"
+UNKNOWN, NONE, OTHER, GONE = "unknown", "none", "other", "gone"
 
 MAX_SERIES = 1000
 """Sets of (model, pool, worker): 64 workers with 15 adapters each. More would make a scrape take longer than 50 ms."""
@@ -54,6 +56,7 @@ class RequestSeries:
         "available",
         "codes",
         "delivered",
+        "gone",
         "inter_token",
         "labels",
         "predicted",
@@ -65,6 +68,7 @@ class RequestSeries:
 
     def __init__(self, labels: tuple[str, str, str]) -> None:
         self.labels = labels
+        self.gone = labels[2] == GONE
         self.codes: dict[int, int] = {}
         self.seconds = Histogram(REQUEST_BOUNDS)
         self.ttft = Histogram(TTFT_BOUNDS)
@@ -75,8 +79,15 @@ class RequestSeries:
 class RequestMetrics:
     """All request counters of the process. `record` is what the edge calls with each outcome."""
 
-    def __init__(self, is_model: Callable[[str], bool], *, max_series: int = MAX_SERIES) -> None:
+    def __init__(
+        self,
+        is_model: Callable[[str], bool],
+        *,
+        is_worker: Callable[[WorkerId], bool] = lambda _: True,
+        max_series: int = MAX_SERIES,
+    ) -> None:
         self._is_model = is_model
+        self._is_worker = is_worker
         self._max_series = max_series
         self._series: dict[tuple[str, str, WorkerId | None], RequestSeries] = {}
         self.stages = {stage: Histogram(OVERHEAD_BOUNDS) for stage in STAGES}
@@ -117,7 +128,7 @@ class RequestMetrics:
             return
         series.delivered += delivered
         series.reported += outcome.prompt_tokens
-        if outcome.predicted_tokens > 0 and outcome.mode is not PrefixMode.NONE:
+        if outcome.predicted_tokens > 0 and outcome.mode is not PrefixMode.NONE and not series.gone:
             self.predictions[worker] = self.predictions.get(worker, 0) + 1
             if outcome.missed_tokens > 0:
                 cause = outcome.miss_cause.value if outcome.miss_cause is not None else UNKNOWN
@@ -141,7 +152,10 @@ class RequestMetrics:
         model, pool = outcome.model, outcome.pool
         if outcome.worker is None and not self._is_model(model):
             model, pool = UNKNOWN, NONE
-        key = (model, pool or NONE, outcome.worker)
+        worker = outcome.worker
+        if worker is not None and not self._is_worker(worker):
+            worker = WorkerId(GONE)
+        key = (model, pool or NONE, worker)
         series = self._series.get(key)
         if series is None:
             if len(self._series) >= self._max_series:

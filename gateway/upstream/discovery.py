@@ -7,13 +7,15 @@ Rules:
 1. One call is one try. Whoever calls retries a worker that is not up yet.
 2. Only `/v1/models` and what tells the engine must answer; anything else missing becomes a finding, and the worker
    serves without it.
-3. Nothing of `/server_info` is kept beyond the named fields: it holds the engine's own keys.
+3. A worker that is asked again and does not answer an optional path (too slow, 5xx) has not changed in what that path
+   tells: a busy worker must not lose its block size and its event feeds over a time-out.
+4. Nothing of `/server_info` is kept beyond the named fields: it holds the engine's own keys.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -68,11 +70,13 @@ class _Answers:
     metrics: bytes
     sources: dict[int, VllmSource] | None
     findings: tuple[str, ...]
+    metrics_silent: bool
+    sources_silent: bool
 
 
-async def probe(spec: WorkerSpec, client: ControlClient) -> WorkerFacts:
+async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts | None = None) -> WorkerFacts:
     """Asks the worker once. Raises ProbeFailed when it is not there, not ready or no inference server; the message
-    says what to do."""
+    says what to do. `known` is what an earlier probe found (rule 3)."""
     said = await _ask(spec, client)
     findings = list(said.findings)
     engine, version = _engine(spec, said)
@@ -102,7 +106,7 @@ async def probe(spec: WorkerSpec, client: ControlClient) -> WorkerFacts:
             f"block_size {spec.block_size} is configured, the worker says {block_size}: no block will match; "
             "remove block_size from the configuration"
         )
-    return WorkerFacts(
+    facts = WorkerFacts(
         engine=engine,
         version=version,
         models=models,
@@ -115,6 +119,24 @@ async def probe(spec: WorkerSpec, client: ControlClient) -> WorkerFacts:
         findings=tuple(findings),
         root=_root(said, models),
     )
+    if known is None or (known.engine, known.version) != (engine, version):
+        return facts
+    return _completed(facts, said, known)
+
+
+def _completed(facts: WorkerFacts, said: _Answers, known: WorkerFacts) -> WorkerFacts:
+    """Rule 3: what the silent paths would have told, from the probe before."""
+    if said.metrics_silent:
+        facts = replace(
+            facts,
+            block_size=facts.block_size or known.block_size,
+            kv_blocks=facts.kv_blocks or known.kv_blocks,
+            start_time_unix=known.start_time_unix,
+        )
+    # The number of ranks is counted in the metrics.
+    if said.sources_silent or said.metrics_silent:
+        facts = replace(facts, events=known.events)
+    return facts
 
 
 # --------------------------------------------------------------------------- asking
@@ -135,6 +157,7 @@ async def _ask(spec: WorkerSpec, client: ControlClient) -> _Answers:
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     version, info, metrics = asking_version.result(), asking_info.result(), asking_metrics.result()
+    sources = asking_sources.result()
     if metrics is None or metrics.status != 200:
         findings.append(
             "/metrics is not to be had: load, cache size and restarts of the worker are unknown"
@@ -145,8 +168,10 @@ async def _ask(spec: WorkerSpec, client: ControlClient) -> _Answers:
         version=_maybe(version, _Version),
         info=info,
         metrics=metrics.body if metrics is not None and metrics.status == 200 else b"",
-        sources=_rank_sources(asking_sources.result()),
+        sources=_rank_sources(sources),
         findings=tuple(findings),
+        metrics_silent=_silent(metrics),
+        sources_silent=wants_vllm and _silent(sources),
     )
 
 
@@ -170,6 +195,10 @@ async def _optional(
     except ProbeFailed as error:
         findings.append(error.message)
         return None
+
+
+def _silent(answer: Answer | None) -> bool:
+    return answer is None or answer.status >= 500
 
 
 def _check_models(spec: WorkerSpec, answer: Answer) -> None:

@@ -18,13 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from gateway.records import WorkerId, WorkerSpec
-from gateway.upstream.connections import (
-    AnswerSink,
-    Connection,
-    StaleConnection,
-    Timeouts,
-    WorkerConnections,
-)
+from gateway.upstream.connection import AnswerSink, Connection, StaleConnection
+from gateway.upstream.connections import Timeouts, WorkerConnections
 from gateway.upstream.deadlines import Deadlines
 from gateway.upstream.headers import AnswerHead, RequestHead
 

@@ -5,7 +5,8 @@ Rules:
    and its load poll start. Probing goes on every `refresh_s`: adapters and cache sizes change while a worker runs.
 2. The index keeps a worker's blocks in the block size of its pool's keys. When a newcomer changes that size, the
    pool's workers are bound anew and their feeds learn them anew.
-3. Leaving is complete: tasks end, index, connections and metrics forget the worker; open requests run to their end.
+3. Leaving is complete: tasks end, index, connections and metrics forget the worker; open requests run to their end. The
+   worker gives up its slot only when nothing is left that writes to it, and its name only when all of this is done.
 
 It decides nothing about requests and keeps no load numbers.
 """
@@ -23,7 +24,7 @@ import structlog
 import zmq
 
 from gateway.kv import KvIndex
-from gateway.pool import Fleet, Worker
+from gateway.pool import Fleet, Worker, WorkerState
 from gateway.records import EventSource, Slot, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
@@ -65,6 +66,7 @@ class Member:
     feeds: dict[EventSource, KvFeed] = field(default_factory=dict)
     poller: LoadPoller | None = None
     error: str | None = None
+    leaving: bool = False
 
     @property
     def caught_up(self) -> bool:
@@ -111,24 +113,33 @@ class Membership:
         self._tasks.start(f"worker {spec.name}", lambda: self._follow(spec.name))
 
     async def add(self, spec: WorkerSpec) -> None:
-        """Let a worker join now. Raises ProbeFailed when it does not answer: then nothing has changed."""
-        facts = await probe(spec, self._control)
+        """Let a worker join now. Raises ProbeFailed when it does not answer: then nothing has changed; ValueError when
+        a member has its name."""
         if spec.name in self._members:
-            await self.leave(spec.name)
-        member = self._members[spec.name] = Member(spec)
-        await self._join(member, facts)
+            raise ValueError(f"a worker named {spec.name!r} is a member")
+        member = self._members[spec.name] = Member(spec)  # at once: the name is taken while the worker is probed
+        try:
+            await self._join(member, await probe(spec, self._control))
+        except BaseException:
+            if self._members.get(spec.name) is member:
+                del self._members[spec.name]
+            raise
         self._tasks.start(f"worker {spec.name}", lambda: self._follow(spec.name))
 
     async def leave(self, worker_id: WorkerId) -> None:
         """Take a worker out; unknown names are fine. No new request goes there once this has begun."""
-        member = self._members.pop(worker_id, None)
-        if member is None:
+        member = self._members.get(worker_id)
+        if member is None or member.leaving:
             return
-        self._fleet.remove(worker_id, self._clock())
+        member.leaving = True
+        self._fleet.set_state(worker_id, WorkerState.DOWN, self._clock(), reason="leaving")
         await self._tasks.stop(f"worker {worker_id}")
         await self._stop_feeds(member, list(member.feeds))
         if member.poller is not None:
             await self._tasks.stop(f"load {worker_id}")
+        # Nothing waits from here on: slot, index and name are free at the same moment.
+        del self._members[worker_id]
+        self._fleet.remove(worker_id, self._clock())
         if member.slot is not None:
             self._index.release(member.slot)
         self._fit_block_sizes()
@@ -143,7 +154,7 @@ class Membership:
         retry_s = _FIRST_RETRY_S
         while True:
             try:
-                facts = await probe(member.spec, self._control)
+                facts = await probe(member.spec, self._control, known=member.facts)
             except ProbeFailed as error:
                 if member.error != error.message:
                     self._log.warning("worker does not answer", worker=worker_id, reason=error.message)
@@ -163,6 +174,8 @@ class Membership:
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
         spec = member.spec
         await self._on_joining(spec, facts)
+        if member.leaving:
+            raise ProbeFailed(f"worker {spec.name} was removed while it joined")
         worker = self._fleet.add(spec, facts, self._clock())
         member.facts = facts
         member.slot = worker.slot

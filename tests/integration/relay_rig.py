@@ -322,12 +322,6 @@ class RelayRig:
         return self.outcomes[number]
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]  # signals belong to the test runner
-        yield
-
-
 @contextlib.asynccontextmanager
 async def relay(
     *scripts: Script | None,
@@ -387,9 +381,11 @@ async def relay(
             access_log=False,
             timeout_keep_alive=keep_alive_s,
         )
-        server = _Server(config)
-        serving = asyncio.get_running_loop().create_task(server.serve())
-        await until(lambda: server.started)
+        config.load()
+        server = uvicorn.Server(config)
+        # Started by hand: `serve` would add its signal handlers and a fifth of a second to every test.
+        server.lifespan = config.lifespan_class(config)
+        await server.startup()
         port = server.servers[0].sockets[0].getsockname()[1]
         rig = RelayRig(port, edge, fleet, router, upstream, outcomes, retried, workers, [])
         try:
@@ -399,8 +395,8 @@ async def relay(
                 client.abort()
             edge.cut()
             upstream.close()
-            server.should_exit = server.force_exit = True
-            await serving
+            for listener in server.servers:
+                listener.close()
             for connection in list(server.server_state.connections):
                 connection.transport.abort()
             await until(lambda: not server.server_state.connections)

@@ -52,6 +52,7 @@ class Gateway:
     fleet: Fleet = field(default_factory=Fleet)
     index: KvIndex = field(default_factory=KvIndex)
     added: list[WorkerSpec] = field(default_factory=list)
+    expected: set[WorkerId] = field(default_factory=set)
     readiness: Readiness = field(default_factory=lambda: Readiness(ready=True))
     broken: bool = False
 
@@ -111,6 +112,7 @@ class Gateway:
         self.join(spec)
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
+        self.expected.discard(worker_id)
         self.fleet.remove(worker_id, NOW)
 
     def config(self) -> Mapping[str, Any]:
@@ -137,6 +139,7 @@ async def admin(gateway: Gateway, *, token: str | None = None) -> AsyncIterator[
             hasher=lambda model: gateway.hasher if model == "llama" else None,
             add_worker=gateway.add_worker,
             remove_worker=gateway.remove_worker,
+            members=lambda: {*gateway.fleet.workers, *gateway.expected},
             config=gateway.config,
             ready=lambda: gateway.readiness,
             clock=lambda: NOW,
@@ -429,6 +432,18 @@ async def test_a_worker_that_cannot_join(
     assert answer.status_code == status
     assert error_of(answer)["code"] == code
     assert set(gateway.fleet.workers) == {"w1", "w2"}
+
+
+async def test_the_name_of_a_worker_that_has_not_joined_yet_is_taken(
+    client: httpx.AsyncClient, gateway: Gateway
+) -> None:
+    """One of the configuration that is still loading its model must not be replaced by a newcomer without a name."""
+    gateway.expected |= {WorkerId("w3")}
+    assert (await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000"})).json()["id"] == "w4"
+    answer = await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000", "name": "w3"})
+    assert (answer.status_code, error_of(answer)["code"]) == (409, "worker_exists")
+    assert (await client.delete("/admin/workers/w3")).status_code == 204
+    assert not gateway.expected
 
 
 async def test_a_web_page_cannot_add_a_worker_by_a_plain_form(client: httpx.AsyncClient, gateway: Gateway) -> None:

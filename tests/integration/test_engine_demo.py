@@ -93,7 +93,7 @@ async def test_the_demo_runs_every_policy_and_shows_it() -> None:
         result = await run_demo(
             settings, start_gateway=first_worker, clock=time.monotonic, wall_clock=time.time, show=show
         )
-    print_summary(console, result)
+    print_summary(console, result, warm_up_share=0.3)
     figures = json.loads(json.dumps(result.summary()))
     assert list(figures) == ["seconds", "round_robin"]
     for score in figures.values():

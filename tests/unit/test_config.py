@@ -113,3 +113,15 @@ def test_default_names_are_distinct() -> None:
     settings = load(environ={}, overrides={"workers": given})
     assert [spec.name for spec in settings.worker_specs()] == ["w2", "w1", "w3"]
     assert default_worker_name({"w1", "w3"}) == "w2"
+
+
+def test_an_empty_admin_token_is_no_way_to_open_the_port() -> None:
+    """An environment variable that was left empty, mostly."""
+    with pytest.raises(ConfigError) as error:
+        load(environ={"KVGATE_AUTH__ADMIN_TOKEN": ""})
+    assert error.value.problems == ["auth.admin_token: is empty; give a token, or leave the key out to have no check"]
+
+
+def test_a_number_for_a_section_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected sections"):
+        load(write(tmp_path, "8000: 1"), environ={})

@@ -29,6 +29,7 @@ from gateway.records import (
     Result,
     StageTimes,
     Tier,
+    TokenPrompt,
     Usage,
     WorkerFacts,
     WorkerId,
@@ -375,3 +376,32 @@ def test_a_crowded_cache_is_avoided() -> None:
     bench.fleet.load(WorkerId("w0"), LoadSample(running=0, waiting=0, kv_usage=0.95), 0.0)
     bench.fleet.load(WorkerId("w1"), LoadSample(running=0, waiting=0, kv_usage=0.10), 0.0)
     assert {bench.route([n] * 100, 0.1).worker.id for n in range(5)} == {"w1"}
+
+
+def test_several_answers_are_reserved_and_learned_one_by_one() -> None:
+    bench = Bench(1)
+    (worker,) = bench.fleet.workers.values()
+    pool = bench.router.pool("m")
+    for _ in range(200):
+        lease = bench.route([1] * 40, choices=4)
+        lease.settle(completed(3.0, answer=1200), started_at=0.0, stages=StageTimes())
+    assert pool.rates.output_tokens == pytest.approx(300, rel=0.05)
+    before = worker.kv_tokens
+    bench.route([1] * 40, choices=2, prompt=TokenPrompt(([1] * 20, [1] * 20)))
+    assert worker.kv_tokens - before == pytest.approx(4 * 300, rel=0.15)
+
+
+def test_tokens_of_one_answer_are_timed_when_there_are_several() -> None:
+    bench = Bench(1)
+    lease = bench.route([1] * 40, choices=2)
+    outcome = lease.settle(completed(3.0, answer=22), started_at=0.0, stages=StageTimes())
+    assert outcome.inter_token_s == pytest.approx(0.05)
+
+
+def test_a_client_cannot_reserve_without_bound() -> None:
+    bench = Bench(2)
+    for worker in bench.fleet.workers.values():
+        bench.fleet.load(worker.id, LoadSample(0, 0, 0.0), 0.0)
+    lease = bench.route([1] * 40, choices=10**400, max_tokens=10**400)
+    assert lease.worker.kv_tokens < 100_000
+    bench.route([1] * 40)

@@ -575,3 +575,17 @@ def test_memory_per_block_is_within_its_budget_and_well_estimated() -> None:
     assert index.resident(A, Tier.GPU) == blocks
     assert used / blocks <= 200
     assert 0.8 < index.stats().estimated_bytes / used < 1.2
+
+
+def test_a_worker_started_anew_with_another_block_size_is_floored_to_that_one() -> None:
+    index, slot = KvIndex(), Slot(0)
+    index.bind(slot, block_size=16)
+    tokens = list(range(96))
+    keys = chain(namespace(), tokens, 16)
+    prefix = PrefixBlocks((Chain(keys, 97),), 97, 16)
+    index.apply(slot, 0, [Stored([EngineHash(n) for n in range(1, 4)], None, tokens, 32)])
+    assert index.overlap(prefix, 1).tokens(slot) == 96
+    index.apply(slot, 0, [Cleared(), Stored([EngineHash(n) for n in range(11, 16)], None, tokens[:80], 16)])
+    assert index.overlap(prefix, 1).tokens(slot) == 80
+    index.apply(slot, 0, [Cleared(), Stored([EngineHash(21)], None, tokens[:64], 64)])
+    assert index.overlap(PrefixBlocks((Chain(keys[:3], 49),), 49, 16), 1).tokens(slot) == 0

@@ -108,3 +108,13 @@ def test_output_length_is_a_running_mean() -> None:
     for _ in range(400):
         rates.learn_output(50)
     assert rates.output_tokens == pytest.approx(50, abs=1)
+
+
+@pytest.mark.parametrize("took_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_period_without_length_teaches_nothing(took_s: float) -> None:
+    rates, slowdown = PoolRates(), Slowdown()
+    for _ in range(6):
+        rates.learn_prefill((1.0, 100.0, 5000.0), 0.05, slowdown)
+    before = (rates.prefill, slowdown.value)
+    rates.learn_prefill((1.0, 100.0, 5000.0), took_s, slowdown)
+    assert (rates.prefill, slowdown.value) == before

@@ -181,3 +181,57 @@ def test_victims_are_worth_less_the_slower_the_cache_turns_over() -> None:
     assert 0.0 < slow < fast < 1.0
     # 16,000 idle tokens at 800 tokens a second are 20 s old.
     assert fast == pytest.approx(2.718 ** (-20 / 300), rel=0.05)
+
+
+def busy_period(worker: Worker, *, then: Reservation) -> None:
+    """Eight first bytes close a period while `then` is still waiting."""
+    streams = [make_reservation(1.0) for _ in range(8)]
+    for reservation in streams:
+        worker.reserve(reservation, 0.0)
+    worker.reserve(then, 0.0)
+    for number, reservation in enumerate(streams, 1):
+        worker.first_byte(reservation, float(number))
+
+
+def test_a_prefill_nobody_saw_end_spoils_the_period_that_began_behind_it() -> None:
+    """Its seconds would be learned as those of the others' tokens."""
+    worker = make_worker()
+    busy_period(worker, then=make_reservation(5.0, streamed=False))
+    before = worker.rates.samples
+    late = make_reservation(1.0)
+    worker.reserve(late, 8.5)
+    worker.settle_due(13.0)
+    worker.first_byte(late, 14.0)
+    assert worker.rates.samples == before
+
+
+def test_a_period_that_begins_beside_other_clients_work_is_not_learned() -> None:
+    worker = make_worker()
+    worker.rates.learn_prompt(1000)
+    last = make_reservation(1.0)
+    busy = LoadSample(running=9, waiting=8, kv_usage=0.1)
+    worker.observe(busy, 0.0)
+    worker.observe(busy, 0.0)
+    assert worker.foreign_s > 0.0
+    busy_period(worker, then=last)
+    worker.first_byte(last, 9.0)
+    assert worker.rates.samples == 0
+
+
+def test_a_usage_outside_its_range_is_none() -> None:
+    worker = make_worker()
+    worker.observe(LoadSample(running=0, waiting=0, kv_usage=-3.0), 0.0)
+    assert worker.kv_tokens == 0
+    worker.observe(LoadSample(running=0, waiting=0, kv_usage=1e308), 0.0)
+    assert worker.kv_tokens == worker.kv_capacity
+
+
+def test_a_sample_lasts_as_long_as_it_is_told_to() -> None:
+    spec = WorkerSpec(WorkerId("w"), "http://w:8000")
+    facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), block_size=16)
+    worker = Worker(spec.name, Slot(0), spec, facts, PoolRates(), 16, added_at=0.0, stale_s=50.0)
+    worker.observe(LoadSample(running=0, waiting=0, kv_usage=0.5), 0.0)
+    worker.tick(49.0)
+    assert worker.load is not None
+    worker.tick(51.0)
+    assert worker.load is None

@@ -133,3 +133,13 @@ def test_piece_cache_counts_and_stays_in_its_limit() -> None:
     size = cache.bytes
     cache.store("one more", ids)
     assert cache.bytes == size
+
+
+def test_roots_alone_stay_in_the_limit() -> None:
+    """Every cache salt makes one, also for prompts that are never walked."""
+    tree = ChainTree(max_bytes=10_000)
+    for number in range(1_000):
+        tree.add_root(node("", root_name=f"salt {number}"))
+    assert tree.bytes <= tree.max_bytes
+    assert 0 < len(tree) < 20
+    assert tree.root("salt 999") is not None

@@ -39,7 +39,9 @@ def test_a_terminal_gets_a_table_and_a_pipe_gets_lines() -> None:
 
 def test_the_summary_says_what_was_gained() -> None:
     file = io.StringIO()
-    print_summary(Console(file=file, width=100), DemoResult({score.policy: score for score in scores()}))
+    print_summary(
+        Console(file=file, width=100), DemoResult({score.policy: score for score in scores()}), warm_up_share=0.3
+    )
     text = " ".join(file.getvalue().split())
     assert "seconds 90%, round_robin 40%" in text
     assert "4.0 times shorter" in text
@@ -47,5 +49,5 @@ def test_the_summary_says_what_was_gained() -> None:
 
 def test_a_summary_without_figures_is_still_a_table() -> None:
     file = io.StringIO()
-    print_summary(Console(file=file, width=100), DemoResult({"seconds": PolicyScore("seconds")}))
+    print_summary(Console(file=file, width=100), DemoResult({"seconds": PolicyScore("seconds")}), warm_up_share=0.3)
     assert "time to first token, median" in file.getvalue()

@@ -37,6 +37,25 @@ def test_learned_speeds_match_the_reference_that_knows_them() -> None:
     assert report.hit == pytest.approx(SECONDS_HIT, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("file", "block_size", "preset", "rate", "rows", "hit", "mean_s"),
+    [
+        ("mooncake_conversation_a", 512, "70b", 1.276, None, 0.141, 1.74),
+        ("tau_airline_a", 64, "7b-a10", 15.186, 9000, 0.533, 18.55),
+        ("sharegpt_a", 64, "7b-a10", 10.473, 9000, 0.222, 5.78),
+    ],
+)
+def test_whole_traces_match_the_reference(
+    file: str, block_size: int, preset: str, rate: float, rows: int | None, hit: float, mean_s: float
+) -> None:
+    """8 workers, the rate that keeps a fleet with one shared cache busy for 70 % of the time."""
+    turns = arrivals(read_trace(TRACE.parent / f"{file}.jsonl.gz"), block_size=block_size, rate=rate, max_rows=rows)
+    policy = make_policy("seconds", rng=Random(1))
+    report = Replay(turns, policy=policy, model=PRESETS[preset], block_size=block_size, workers=8).run()
+    assert report.ttft_mean_s == pytest.approx(mean_s, rel=0.05)
+    assert report.hit == pytest.approx(hit, abs=0.01)
+
+
 def test_the_simulated_engines_match_the_reference_where_no_score_is_involved() -> None:
     report = replay("round_robin")
     assert report.ttft_mean_s == pytest.approx(ROUND_ROBIN_MEAN_S, rel=0.005)

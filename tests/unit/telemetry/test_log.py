@@ -187,3 +187,25 @@ def test_a_log_nobody_reads_stops_no_request() -> None:
     log = set_up_logging(form="json", level="info", stream=_Closed(), wall=lambda: WALL_S)
     log.requests.record(outcome())
     assert log.requests.lost == 1
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_lone_surrogates_of_a_client_are_escaped(form: Literal["json", "console"]) -> None:
+    """JSON lets a client write them; a line that cannot be encoded must not end the request that is logged."""
+    made, stream = logs(form)
+    made.requests.record(outcome(model="\ud800x"))
+    made.logger.info("odd", text="\ud800x")
+    first, second = stream.getvalue().decode().splitlines()
+    assert "ud800x" in first
+    assert "ud800x" in second
+
+
+def test_a_stream_that_is_gone_loses_lines_and_nothing_else() -> None:
+    class Gone(io.BytesIO):
+        def write(self, _: Any) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    made = set_up_logging(form="json", level="info", stream=Gone(), wall=lambda: WALL_S)
+    made.logger.info("joined")
+    logging.getLogger("kvgate.edge").error("a bug")
+    made.requests.record(outcome())

@@ -291,3 +291,18 @@ def test_promtool_finds_nothing_to_say() -> None:
         ["promtool", "check", "metrics"], input=full_page().encode(), capture_output=True, check=False, timeout=60
     )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
+
+
+def test_a_request_that_ends_after_its_worker_left_makes_no_series_of_it() -> None:
+    """Names of pods are not used again: their series would fill the table, and all newcomers be `other`."""
+    present = {"w1"}
+    requests = RequestMetrics(lambda _: True, is_worker=present.__contains__, max_series=3)
+    requests.record(outcome(predicted_tokens=100))
+    present.clear()
+    requests.forget(WorkerId("w1"))
+    for number in range(10):
+        requests.record(outcome(worker=WorkerId(f"pod-{number}"), predicted_tokens=100, missed_tokens=50))
+    (series,) = requests.series()
+    assert series.labels[2] == "gone"
+    assert sum(series.codes.values()) == 10
+    assert (requests.predictions, requests.misses) == ({}, {})

@@ -29,7 +29,13 @@ def spec(url: str = "http://127.0.0.1:8000", **more: Any) -> WorkerSpec:
     return WorkerSpec(name=WorkerId("w1"), url=url, **more)
 
 
-async def probed(answers: Answers, worker: WorkerSpec, seen: list[httpx.Request] | None = None) -> WorkerFacts:
+async def probed(
+    answers: Answers,
+    worker: WorkerSpec,
+    seen: list[httpx.Request] | None = None,
+    *,
+    known: WorkerFacts | None = None,
+) -> WorkerFacts:
     def handle(request: httpx.Request) -> httpx.Response:
         if seen is not None:
             seen.append(request)
@@ -39,7 +45,7 @@ async def probed(answers: Answers, worker: WorkerSpec, seen: list[httpx.Request]
         return httpx.Response(status, text=body)
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http:
-        return await probe(worker, ControlClient(http))
+        return await probe(worker, ControlClient(http), known=known)
 
 
 def with_sources(sources: object) -> Answers:
@@ -336,3 +342,29 @@ async def test_an_engine_that_cannot_be_told_for_now_is_tried_again_later() -> N
     answers["/version"] = (0, "")
     with pytest.raises(ProbeFailed, match="/version"):
         await probed(answers, spec())
+
+
+# --------------------------------------------------------------------------- asked again
+
+
+@pytest.mark.parametrize("silence", [0, 500, 503])
+@pytest.mark.parametrize("path", ["/metrics", "/kv_event_sources"])
+async def test_a_busy_worker_keeps_what_it_said_before(path: str, silence: int) -> None:
+    """Else one time-out would cost it, and its whole pool, the index."""
+    answers = answers_of("vllm-0.32.0")
+    before = await probed(answers, spec())
+    answers[path] = (silence, "")
+    after = await probed(answers, spec(), known=before)
+    assert (after.block_size, after.kv_blocks, after.events) == (before.block_size, before.kv_blocks, before.events)
+    assert after.start_time_unix == before.start_time_unix
+    assert any(path in finding for finding in after.findings) or path == "/kv_event_sources"
+
+
+async def test_what_is_answered_or_of_another_version_is_news() -> None:
+    answers = answers_of("vllm-0.32.0")
+    before = await probed(answers, spec())
+    answers["/kv_event_sources"] = (200, "{}")
+    assert (await probed(answers, spec(), known=before)).events == ()
+    answers["/kv_event_sources"] = (500, "")
+    answers["/version"] = (200, '{"version": "0.33.0"}')
+    assert (await probed(answers, spec(), known=before)).events == ()

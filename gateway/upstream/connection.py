@@ -1,0 +1,383 @@
+"""One HTTP/1.1 connection to a worker.
+
+Rules:
+1. A connection carries one request at a time. It goes back to the pool only when the answer ended exactly where its
+   framing said, keep-alive was agreed, and the whole request was taken; anything doubtful is closed.
+2. After the response head no task runs: `data_received` hands the body to the sink, once for each read. That path is
+   measured in tenths of a microsecond: no clock is read on it, silence is found by `overdue` (see `_stirred`).
+3. Between the head and the sink, at most one read limit of body waits here; then reading is paused.
+4. Each phase has a deadline: first byte, silence, total, idle age. While the client's side has paused reading, the
+   worker is not charged for silence; the sink is told instead.
+5. The end of a request is told exactly once: to the waiter before the head, to the sink after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import httptools
+
+from gateway.errors import WorkerBroken, WorkerError, WorkerTimeout
+from gateway.upstream.deadlines import NEVER
+from gateway.upstream.headers import AnswerHead, ends_with_connection
+
+if TYPE_CHECKING:
+    # A connection knows its owner, which makes it.
+    from gateway.upstream.connections import WorkerConnections
+
+_MAX_HEAD_BYTES = 262_144
+"""A response head beyond this is no inference worker's."""
+
+_MAX_EARLY_BYTES = 262_144
+"""Body kept while nobody takes it yet: the size of one read of uvloop."""
+
+_JOIN_BELOW_BYTES = 65_536
+"""Head and body go out in one write below this; above it copying costs more than a second write."""
+
+
+class AnswerSink(Protocol):
+    """Takes the body of one answer."""
+
+    def on_first(self, data: bytes, pieces: int, now: float) -> Callable[[bytes, int], None]:
+        """The first bytes, which came in `pieces` chunks. Returns what is called, in the same way, for all others."""
+
+    def on_end(self, now: float) -> None:
+        """The answer ended where it should. Nothing follows."""
+
+    def on_failure(self, error: WorkerError, now: float) -> None:
+        """The answer broke off or stalled. Nothing follows."""
+
+    def on_stalled_reader(self, now: float) -> None:
+        """Reading has been paused for the whole idle time; the sink is expected to abort."""
+
+
+class StaleConnection(Exception):
+    """A kept connection was closed by the worker before any byte of an answer: the request may go out again."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection; made by `WorkerConnections`, used through `http.UpstreamStream`."""
+
+    __slots__ = (
+        "_clock",
+        "_doubtful",
+        "_early_bytes",
+        "_end_at",
+        "_ended",
+        "_failure",
+        "_feed",
+        "_head",
+        "_head_bytes",
+        "_headers",
+        "_keep_alive",
+        "_on_body",
+        "_on_over",
+        "_owner",
+        "_parser",
+        "_paused",
+        "_pieces",
+        "_quarters",
+        "_reused",
+        "_sink",
+        "_stirred",
+        "_total_at",
+        "_transport",
+        "_waiter",
+        "deadline",
+        "on_body",
+    )
+
+    def __init__(self, owner: WorkerConnections) -> None:
+        self.deadline = NEVER
+        self._owner = owner
+        self._clock = owner.clock
+        self._transport: asyncio.Transport | None = None
+        self._pieces: list[bytes] = []
+        # The parser calls this for each piece of a body: list.append in C, no Python frame.
+        self.on_body = self._pieces.append
+        self._parser = httptools.HttpResponseParser(self)
+        self._feed = self._parser.feed_data
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._on_over: Callable[[], None] | None = None
+        self._reused = False
+        self._sink: AnswerSink | None = None
+        self._on_body: Callable[[bytes, int], None] | None = None
+        """What the sink wants the body given to, once it has had the first bytes."""
+        self._stirred = False
+        """Bytes have come since `overdue` looked last."""
+        self._quarters = 0
+        """Quarters of the idle time without bytes."""
+        self._waiter: asyncio.Future[AnswerHead] | None = None
+        self._total_at = NEVER
+        self._reset()
+
+    def _reset(self) -> None:
+        self._head: AnswerHead | None = None
+        self._head_bytes = 0
+        self._early_bytes = 0
+        self._ended = False
+        self._end_at = 0
+        self._keep_alive = False
+        self._doubtful = False
+        self._failure: WorkerError | None = None
+        self._paused = False
+
+    @property
+    def closing(self) -> bool:
+        """No request may be sent on it any more."""
+        return self._transport is None or self._transport.is_closing()
+
+    # ---------------------------------------------------------------- one request
+
+    def send(
+        self, head: bytes, body: bytes, *, total_at: float, on_over: Callable[[], None]
+    ) -> asyncio.Future[AnswerHead]:
+        """Write a request. The future gives the head of the answer or raises StaleConnection or WorkerError.
+
+        `on_over` is called once, when this connection has nothing more to do with the request.
+        """
+        assert self._transport is not None
+        now = self._clock()
+        self._total_at = total_at
+        self.deadline = min(now + self._owner.timeouts.first_byte_s, total_at)
+        self._on_over = on_over
+        self._waiter = asyncio.get_running_loop().create_future()
+        if len(body) < _JOIN_BELOW_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        return self._waiter
+
+    def relay_to(self, sink: AnswerSink) -> None:
+        """Give the body to `sink`, beginning with what came along with the head."""
+        now = self._clock()
+        self._sink = sink
+        self._watch_silence(now)
+        if self._early_bytes > _MAX_EARLY_BYTES:
+            self.resume()
+        if self._ended:
+            self._finish(now)
+        elif self._failure is not None:
+            self._break(self._failure, now)
+        elif self._pieces:
+            self._deliver(sink)
+
+    def pause(self) -> None:
+        """Stop reading until `resume`: the client takes no more."""
+        if not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._stirred = True
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Drop the connection now; nobody is told. The worker sees its request aborted."""
+        self._sink = self._on_body = None
+        self._waiter = None
+        self._pieces.clear()
+        if self._transport is not None:
+            self._transport.abort()
+        self._over()
+
+    def shut(self) -> None:
+        """Drop the connection because the gateway ends, and tell whoever waits."""
+        self._break(WorkerBroken("the gateway is shutting down"), self._clock())
+
+    # ---------------------------------------------------------------- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # create_connection makes full transports
+        # Until a request is sent: a connection whose task was cancelled at this moment must not stay.
+        self.deadline = self._clock() + self._owner.timeouts.pool_idle_s
+        self._owner.deadlines.watch(self)
+
+    def data_received(self, data: bytes) -> None:
+        feed = self._feed
+        try:
+            feed(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            if not self._ended:
+                now = self._clock()
+                if self._head is not None and self._waiter is not None:
+                    # The answer had begun in this very read: it is no attempt to repeat elsewhere.
+                    self._received_early(len(data), now)
+                self._break(WorkerBroken("the worker's answer is not valid HTTP"), now)
+                return
+            # Rubbish behind a complete answer: the answer stands, the connection does not.
+            self._doubtful = True
+        self._stirred = True
+        on_body = self._on_body
+        pieces = self._pieces
+        if on_body is not None and len(pieces) == 1 and not self._ended:
+            on_body(pieces.pop(), 1)
+        elif self._sink is None:
+            self._received_early(len(data), self._clock())
+        elif self._ended:
+            self._finish(self._clock())
+        elif pieces:
+            self._deliver(self._sink)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.lost(self)
+        self._transport = None
+        now = self._clock()
+        if exc is None and not self._ended and self._head is not None and ends_with_connection(self._head):
+            self._ended = True
+            self._end_at = len(self._pieces)
+            if self._sink is not None:
+                self._finish(now)
+            return
+        if self._waiter is not None and self._reused and not self._head_bytes:
+            self._fail_waiter(StaleConnection())
+        else:
+            self._break(WorkerBroken("the worker closed the connection before its answer was complete"), now)
+
+    def overdue(self, now: float) -> None:
+        """A phase took too long, or a quarter of the idle time has passed."""
+        if self._waiter is not None:
+            self._break(WorkerTimeout("the worker did not begin to answer in time"), now)
+        elif self._sink is None and self._head is None:
+            # Idle in the pool for long enough.
+            self._owner.lost(self)
+            if self._transport is not None:
+                self._transport.close()
+        elif now >= self._total_at:
+            self._break(WorkerTimeout("the answer took longer than a request may take"), now)
+        elif self._stirred:
+            self._watch_silence(now)
+        elif self._quarters < 4:
+            self._quarters += 1
+            self.deadline = min(now + self._owner.timeouts.idle_s / 4, self._total_at)
+        elif self._paused and self._sink is not None:
+            self._sink.on_stalled_reader(now)
+        else:
+            self._break(WorkerTimeout("the worker stopped in the middle of its answer"), now)
+
+    def _watch_silence(self, now: float) -> None:
+        self._stirred = False
+        self._quarters = 1
+        self.deadline = min(now + self._owner.timeouts.idle_s / 4, self._total_at)
+
+    # ---------------------------------------------------------------- parser callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        headers, self._headers = self._headers, []
+        if status < 200:
+            # 100 or 103: the answer itself follows.
+            return
+        if self._head is not None or self._waiter is None:
+            # An answer nobody asked for.
+            self._doubtful = True
+            return
+        self._head = AnswerHead(status, headers)
+
+    def on_message_complete(self) -> None:
+        if self._head is None or self._ended:
+            return
+        self._ended = True
+        self._end_at = len(self._pieces)
+        self._keep_alive = self._parser.should_keep_alive()
+
+    # ---------------------------------------------------------------- inside
+
+    def _received_early(self, size: int, now: float) -> None:
+        """Bytes before anybody takes a body."""
+        self._head_bytes += size
+        if self._head is None:
+            if self._waiter is None or self._doubtful:
+                self._doubtful = True
+                self._break(WorkerBroken("the worker sent bytes nobody asked for"), now)
+            elif self._head_bytes > _MAX_HEAD_BYTES:
+                self._break(WorkerBroken("the head of the worker's answer is too long"), now)
+            return
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(self._head)
+        self._early_bytes += size
+        if self._early_bytes > _MAX_EARLY_BYTES:
+            self.pause()
+
+    def _deliver(self, sink: AnswerSink) -> None:
+        """Hand over what has been parsed. The fast way is in `data_received`."""
+        count = len(self._pieces)
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        if self._on_body is not None:
+            self._on_body(body, count)
+        else:
+            self._on_body = sink.on_first(body, count, self._clock())
+
+    def _finish(self, now: float) -> None:
+        """The answer has ended properly; give the connection back before telling the sink."""
+        sink, self._sink = self._sink, None
+        on_body, self._on_body = self._on_body, None
+        assert sink is not None
+        pieces = self._pieces
+        count = self._end_at
+        extra = len(pieces) - count
+        body = pieces[0] if count == 1 else b"".join(pieces[:count])
+        pieces.clear()
+        transport = self._transport
+        if transport is not None:
+            reusable = (
+                self._keep_alive
+                and not self._doubtful
+                and not extra
+                and not transport.is_closing()
+                and not transport.get_write_buffer_size()
+            )
+            if self._paused:
+                self.resume()
+            self._reset()
+            if reusable:
+                self._reused = True
+                self.deadline = now + self._owner.timeouts.pool_idle_s
+                self._owner.keep(self)
+            else:
+                transport.close()
+        self._over()
+        if body:
+            if on_body is not None:
+                on_body(body, count)
+            else:
+                sink.on_first(body, count, now)
+        sink.on_end(now)
+
+    def _break(self, error: WorkerError, now: float) -> None:
+        """Drop the connection and tell whoever waits, after the body that had come."""
+        if self._transport is not None:
+            self._transport.abort()
+        sink = self._sink
+        if self._waiter is not None:
+            self._fail_waiter(error)
+        elif sink is None:
+            # The head has been handed out and the sink is about to come.
+            self._failure = error
+        else:
+            if self._pieces:
+                self._deliver(sink)
+            self._sink = self._on_body = None
+            self._over()
+            sink.on_failure(error, now)
+
+    def _fail_waiter(self, error: Exception) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+
+    def _over(self) -> None:
+        on_over, self._on_over = self._on_over, None
+        if on_over is not None:
+            on_over()
