@@ -24,6 +24,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 _NGINX = """
 worker_processes 1; daemon off; pid {dir}/nginx.pid; error_log {dir}/error.log;
@@ -67,17 +68,17 @@ def measure(*, rounds: int = 5, streams: int = 100, rate: float = 1000, seconds:
     if shutil.which("nginx") is None:
         raise RuntimeError("nginx is not installed; it is what the relay is measured against")
     with contextlib.ExitStack() as stack:
-        worker, nginx, gateway = _free_port(), _free_port(), _free_port()
-        _start(stack, [sys.executable, "-m", "benchmarks.relay_worker", "--port", str(worker)], worker)
+        worker, nginx, gateway = free_port(), free_port(), free_port()
+        started(stack, [sys.executable, "-m", "benchmarks.relay_worker", "--port", str(worker)], worker)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         # nginx drops root for its worker process, which must still reach its folders.
         folder.chmod(0o755)
         (folder / "nginx.conf").write_text(_NGINX.format(dir=folder, worker=worker, port=nginx))
-        nginx_pid = _start(stack, ["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder)], nginx)
+        nginx_pid = started(stack, ["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder)], nginx)
         url = f"http://127.0.0.1:{worker}"
-        gateway_pid = _start(
-            stack, [sys.executable, "-m", "benchmarks.relay_gateway", "--port", str(gateway), "--worker", url], gateway
-        )
+        log = stack.enter_context((folder / "gateway.log").open("wb"))
+        serve = [sys.executable, "-m", "gateway", "serve", "--worker", url, "--port", str(gateway), "--admin-port", "0"]
+        gateway_pid = started(stack, serve, gateway, log, path="/ready")
         proxies = {"nginx": (nginx, nginx_pid), "gateway": (gateway, gateway_pid)}
         chunk_us: dict[str, list[float]] = {name: [] for name in proxies}
         stream_us: dict[str, list[float]] = {name: [] for name in proxies}
@@ -130,22 +131,24 @@ def _load(mode: str, port: int, **options: float) -> dict[str, float]:
     return figures
 
 
-def _start(stack: contextlib.ExitStack, command: list[str], port: int) -> int:
+def started(
+    stack: contextlib.ExitStack, command: list[str], port: int, log: IO[bytes] | None = None, *, path: str = "/health"
+) -> int:
     """Run a process until the stack ends; returns its id when its port answers."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    stack.enter_context(_ending(process))
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+    stack.enter_context(ending(process))
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"{command[0]} ended with {process.returncode}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=1):
             return process.pid
         time.sleep(0.05)
     raise RuntimeError(f"{' '.join(command)} does not answer")
 
 
 @contextlib.contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -157,7 +160,7 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
             process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

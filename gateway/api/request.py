@@ -7,9 +7,10 @@ Rules:
 2. Only fields that the gateway itself needs are judged. A wrong one is `BadRequest` with its name in `param`; all
    others, known or not, are the worker's to judge, and the worker gets the bytes as they came.
 3. A field is a member of the top-level object. Text inside a prompt is never looked at.
-4. Where the body is right but its tokens cannot be told from it, the prompt is `NoPrompt` with the reason:
-   `endpoint` (converted by the worker first, or never run), `malformed` (the worker will refuse it), `truncated`,
-   `prompt_embeds`, `multimodal`, `session` (continues a prompt that lives on the worker).
+4. Where the body is right but its tokens cannot be told from it, or cached blocks are of no use to it, the prompt is
+   `NoPrompt` with the reason: `endpoint` (converted by the worker first, or never run), `malformed` (the worker will
+   refuse it), `truncated`, `prompt_embeds`, `multimodal`, `session` (continues a prompt that lives on the worker),
+   `prompt_logprobs` (the worker computes the whole prompt anew).
 
 The native endpoints (`/tokenize`, `/detokenize`, `/generate`) may leave `model` out: then it is "", the only model.
 """
@@ -224,9 +225,11 @@ def _session(value: object) -> str | None:
 def _prompt(endpoint: Endpoint, fields: Fields, body: bytes) -> Prompt:
     match endpoint:
         case Endpoint.CHAT:
-            return _chat(fields, generation_prompt=True)
+            prompt = _chat(fields, generation_prompt=True)
+            return NoPrompt("prompt_logprobs") if _scores_prompt(fields, echoed=0) else prompt
         case Endpoint.COMPLETIONS:
-            return _completion(fields, body)
+            prompt = _completion(fields, body)
+            return NoPrompt("prompt_logprobs") if _scores_prompt(fields, echoed=fields.get("logprobs")) else prompt
         case Endpoint.GENERATE:
             return _generate(fields, body)
         case Endpoint.EMBEDDINGS:
@@ -235,6 +238,15 @@ def _prompt(endpoint: Endpoint, fields: Fields, body: bytes) -> Prompt:
             return _plain(fields, "input", fields.get("input"), body)
         case _:
             return NoPrompt("endpoint")
+
+
+def _scores_prompt(fields: Fields, *, echoed: object) -> bool:
+    """Whether vLLM computes log probabilities of the prompt, for which it does not look into its prefix cache.
+
+    `echoed`: how many alternatives a token of an echoed prompt has, None for no probabilities at all. A chat's echo
+    has them always.
+    """
+    return fields.get("prompt_logprobs") is not None or (echoed is not None and bool(fields.get("echo")))
 
 
 def _chat(fields: Fields, *, generation_prompt: bool) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 _TIMEOUT_S = 30.0
+_PIPE_COLUMNS = 140
 
 
 def run(body: bytes, *, admin: str, path: str, headers: dict[str, str], as_json: bool) -> int:
@@ -43,7 +45,8 @@ def _message(answer: httpx.Response) -> str:
 
 
 def _show(decision: dict[str, Any]) -> None:
-    console = Console()
+    # Columns that do not fit are cut: a file or a pipe has room for all of them.
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
     console.print(
         f"model [bold]{decision['model']}[/]  pool {decision['pool']}  policy {decision['policy']}  "
         f"prompt {decision['prompt_tokens']} tokens in blocks of {decision['block_size']} ({decision['mode']}"

@@ -18,6 +18,7 @@ from typing import Protocol
 from gateway.edge.responses import error_json
 from gateway.errors import WorkerBroken, WorkerError
 from gateway.records import Endpoint, Usage
+from gateway.upstream.connection import Taker
 from gateway.upstream.headers import BODYLESS, STATUS_LINES, AnswerFields, AnswerHead, Framing, answer_fields
 from gateway.upstream.sse import UsageEventFilter, error_event
 from gateway.upstream.usage import AnswerTail
@@ -128,7 +129,7 @@ class Relay:
 
     # ---------------------------------------------------------------- sink
 
-    def on_first(self, data: bytes, pieces: int, now: float) -> Callable[[bytes, int], None]:
+    def on_first(self, data: bytes, pieces: int, now: float) -> Taker:
         """The first bytes of the body go out in one write with the head."""
         if self._success:
             self.first_byte_at = now
@@ -140,7 +141,9 @@ class Relay:
             self._tail.add(data)
         self._write(self._head + (chunk(data) if self._chunked and data else data))
         self._head = b""
-        return self._on_body if self._filter is None else self._on_body_without_usage
+        if self._filter is not None:
+            return Taker(self._on_body_without_usage, self._on_chunk_without_usage if self._chunked else None)
+        return Taker(self._on_body, self._on_chunk if self._chunked else None)
 
     def _on_body(self, data: bytes, pieces: int) -> None:
         self.chunks += pieces
@@ -149,21 +152,30 @@ class Relay:
         self._write(chunk(data) if self._chunked else data)
 
     def _on_body_without_usage(self, data: bytes, pieces: int) -> None:
+        assert self._filter is not None
+        self.chunks += pieces
+        data = self._filter.feed(data)
+        if data:
+            self._write(chunk(data) if self._chunked else data)
+
+    def _on_chunk(self, data: bytes, start: int) -> None:
+        self.chunks += 1
+        if self._tail is not None:
+            self._tail.add(data[start:-2])
+        self._write(data)
+
+    def _on_chunk_without_usage(self, data: bytes, start: int) -> None:
         # This runs for nearly every token of every stream, with cold caches each time: what is not needed is left out,
         # and callables are taken from slots before the call (CPython 3.11 does not specialise calls of slots).
-        self.chunks += pieces
+        self.chunks += 1
         passing = self._filter
-        if passing.holds or data.find(b'"usage"') >= 0 or data[-2:] != b"\n\n":  # type: ignore[union-attr]
-            data = passing.feed(data)  # type: ignore[union-attr]
-            if not data:
-                return
+        if passing.holds or data.find(b'"usage"') >= 0 or data[-4:] != b"\n\n\r\n":  # type: ignore[union-attr]
+            rest = passing.feed(data[start:-2])  # type: ignore[union-attr]
+            if rest:
+                self._write(chunk(rest))
+            return
         write = self._write
-        if self._chunked:
-            size = len(data)
-            # `chunk`, in place.
-            write(b"".join((_CHUNK_HEADS[size] if size < _TABLED else b"%x\r\n" % size, data, b"\r\n")))
-        else:
-            write(data)
+        write(data)
 
     def on_end(self, now: float) -> None:
         """The worker's answer is whole: finish the client's."""

@@ -52,7 +52,7 @@ class ChatTemplate:
         # Looked up once: jinja2 would merge its chain of global names anew for every rendering.
         self._globals = dict(self._template.globals)
         self.content_format = _content_format(tree, source, engine)
-        self.keeps_developer = "developer" in source
+        self.keeps_developer = _knows_developer(source, engine)
         self.volatile = "strftime_now" in source
         self._dated = self.volatile and clock is None
         self._mentions_content = "content" in source
@@ -159,6 +159,13 @@ def _raise_exception(message: str) -> None:
 
 
 # --------------------------------------------------------------------------- content format
+
+
+def _knows_developer(source: str, engine: EngineKind) -> bool:
+    """Whether the template has a case for the developer role. vLLM looks for the word in quotes."""
+    if engine is EngineKind.SGLANG:
+        return "developer" in source
+    return '"developer"' in source or "'developer'" in source
 
 
 def _content_format(tree: nodes.Template, source: str, engine: EngineKind) -> ContentFormat:

@@ -5,8 +5,11 @@ time. That would cost more than all the rest of a request's prefix work, so equa
 `tojson` writes each of those once.
 
 Rules:
-1. Key order is `type, function {name, description, parameters}`, unset values are null, unknown keys are gone: as the
-   engine's request model writes them. Inside `parameters` the client's order stays.
+1. Key order is `type, function {name, description, parameters, strict, defer_loading}, defer_loading`, unknown keys are
+   gone: as vLLM's request model writes them. `description` and `parameters` are null where they are unset, `strict` and
+   `defer_loading` are left out. Inside `parameters` the client's order stays.
+   Since vLLM 0.27; up to 0.26 unknown keys were rendered too, behind the known ones. `strict` is rendered by every
+   release (before 0.24 as such a key, so null as well), `defer_loading` is part of the model since 0.21.
 2. Equal means equal to the last bit: `marshal` (not JSON text) tells 1 from 1.0, null from NaN and keeps key order.
 3. Templates cannot change a `Tool`: the sandbox forbids it.
 """
@@ -77,21 +80,40 @@ def tool_list(
     if engine is EngineKind.SGLANG:
         return _sglang_tools(tools, tool_choice)
     # vLLM renders the tools even when tool_choice is "none" (unless it was started with the flag against that).
-    return [_tool(tool, ("name", "description", "parameters")) for tool in tools] or None
+    return [_vllm_tool(tool) for tool in tools] or None
 
 
-def _tool(tool: Mapping[str, object], keys: Sequence[str]) -> Message:
+def _tool(tool: Mapping[str, object], keys: Sequence[str]) -> Tool:
     function = tool.get("function")
     if type(function) is not dict or type(function.get("name")) is not str:
         raise Unrenderable("malformed")
     return Tool({"type": tool.get("type", "function"), "function": Tool({key: function.get(key) for key in keys})})
 
 
+def _vllm_tool(tool: Mapping[str, object]) -> Message:
+    shown = _tool(tool, ("name", "description", "parameters"))
+    given: Mapping[str, object] = tool["function"]  # type: ignore[assignment]  # an object, as _tool has checked
+    late = _flag(tool, "defer_loading")
+    function_late = _flag(given, "defer_loading")
+    flags = {"strict": _flag(given, "strict"), "defer_loading": late if function_late is None else function_late}
+    shown["function"].update({key: flag for key, flag in flags.items() if flag is not None})
+    if late is not None:
+        shown["defer_loading"] = late
+    return shown
+
+
+def _flag(fields: Mapping[str, object], name: str) -> bool | None:
+    flag = fields.get(name)
+    if flag is None or type(flag) is bool:
+        return flag
+    raise Unrenderable("malformed")  # the engine turns some of them into booleans and refuses the others
+
+
 def _sglang_tools(tools: Sequence[Mapping[str, object]], tool_choice: object) -> list[Message] | None:
     """SGLang leaves tools out for "none", renders only a named one, and writes the function's keys in its own order."""
     if tool_choice == "none":
         return None
-    rendered = [_tool(tool, ("description", "name", "parameters", "strict")) for tool in tools]
+    rendered: list[Message] = [_tool(tool, ("description", "name", "parameters", "strict")) for tool in tools]
     if type(tool_choice) is dict:
         chosen = tool_choice.get("function")
         name = chosen.get("name") if type(chosen) is dict else None

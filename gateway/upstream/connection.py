@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import httptools
 
@@ -37,11 +37,24 @@ _JOIN_BELOW_BYTES = 65_536
 """Head and body go out in one write below this; above it copying costs more than a second write."""
 
 
+_CHUNK_SIZES = {b"%x" % size: size for size in range(1, 0x1000)}
+"""Sizes as this gateway writes them too: no leading zeros, no extensions, lower case."""
+
+
+class Taker(NamedTuple):
+    """What is called for the body behind its first bytes. `body` gets data and the number of chunks it came in.
+    `chunk`, where the sink has a use for it, gets exactly one whole chunk with its framing, and where its data begins;
+    that framing is the one this gateway would write itself."""
+
+    body: Callable[[bytes, int], None]
+    chunk: Callable[[bytes, int], None] | None
+
+
 class AnswerSink(Protocol):
     """Takes the body of one answer."""
 
-    def on_first(self, data: bytes, pieces: int, now: float) -> Callable[[bytes, int], None]:
-        """The first bytes, which came in `pieces` chunks. Returns what is called, in the same way, for all others."""
+    def on_first(self, data: bytes, pieces: int, now: float) -> Taker:
+        """The first bytes, which came in `pieces` chunks. Returns what is called for all others."""
 
     def on_end(self, now: float) -> None:
         """The answer ended where it should. Nothing follows."""
@@ -61,6 +74,7 @@ class Connection(asyncio.Protocol):
     """One connection; made by `WorkerConnections`, used through `http.UpstreamStream`."""
 
     __slots__ = (
+        "_between_chunks",
         "_clock",
         "_doubtful",
         "_early_bytes",
@@ -73,6 +87,7 @@ class Connection(asyncio.Protocol):
         "_headers",
         "_keep_alive",
         "_on_body",
+        "_on_chunk",
         "_on_over",
         "_owner",
         "_parser",
@@ -105,6 +120,7 @@ class Connection(asyncio.Protocol):
         self._sink: AnswerSink | None = None
         self._on_body: Callable[[bytes, int], None] | None = None
         """What the sink wants the body given to, once it has had the first bytes."""
+        self._on_chunk: Callable[[bytes, int], None] | None = None
         self._stirred = False
         """Bytes have come since `overdue` looked last."""
         self._quarters = 0
@@ -123,6 +139,8 @@ class Connection(asyncio.Protocol):
         self._doubtful = False
         self._failure: WorkerError | None = None
         self._paused = False
+        self._between_chunks = False
+        """All that was read so far ends with a whole chunk, so the next byte begins one."""
 
     @property
     def closing(self) -> bool:
@@ -180,7 +198,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Drop the connection now; nobody is told. The worker sees its request aborted."""
-        self._sink = self._on_body = None
+        self._sink = self._on_body = self._on_chunk = None
         self._waiter = None
         self._pieces.clear()
         if self._transport is not None:
@@ -200,6 +218,15 @@ class Connection(asyncio.Protocol):
         self._owner.deadlines.watch(self)
 
     def data_received(self, data: bytes) -> None:
+        on_chunk = self._on_chunk
+        if on_chunk is not None and self._between_chunks:
+            # One token of a stream is one chunk in one read, nearly always: then there is nothing to parse.
+            at = data.find(b"\r\n", 1, 5)
+            size = _CHUNK_SIZES.get(data[:at])
+            if size is not None and len(data) == at + size + 4 and data[-2:] == b"\r\n":
+                self._stirred = True
+                on_chunk(data, at + 2)
+                return
         feed = self._feed
         try:
             feed(data)
@@ -214,6 +241,9 @@ class Connection(asyncio.Protocol):
             # Rubbish behind a complete answer: the answer stands, the connection does not.
             self._doubtful = True
         self._stirred = True
+        if data[-1:] != b"\n":
+            # Perhaps the first digits of a size: only the parser knows them.
+            self._between_chunks = False
         on_body = self._on_body
         pieces = self._pieces
         if on_body is not None and len(pieces) == 1 and not self._ended:
@@ -283,6 +313,12 @@ class Connection(asyncio.Protocol):
             return
         self._head = AnswerHead(status, headers)
 
+    def on_chunk_header(self) -> None:
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._between_chunks = True
+
     def on_message_complete(self) -> None:
         if self._head is None or self._ended:
             return
@@ -317,12 +353,13 @@ class Connection(asyncio.Protocol):
         if self._on_body is not None:
             self._on_body(body, count)
         else:
-            self._on_body = sink.on_first(body, count, self._clock())
+            self._on_body, self._on_chunk = sink.on_first(body, count, self._clock())
 
     def _finish(self, now: float) -> None:
         """The answer has ended properly; give the connection back before telling the sink."""
         sink, self._sink = self._sink, None
         on_body, self._on_body = self._on_body, None
+        self._on_chunk = None
         assert sink is not None
         pieces = self._pieces
         count = self._end_at
@@ -368,7 +405,7 @@ class Connection(asyncio.Protocol):
         else:
             if self._pieces:
                 self._deliver(sink)
-            self._sink = self._on_body = None
+            self._sink = self._on_body = self._on_chunk = None
             self._over()
             sink.on_failure(error, now)
 

@@ -182,6 +182,47 @@ async def test_block_sizes_that_differ_still_match() -> None:
         assert await cached(r, body, "/v1/completions") == ("w2", 320, 320)
 
 
+async def test_a_newcomer_with_smaller_blocks_makes_the_others_be_learned_anew() -> None:
+    """The keys go by 32 until a worker with blocks of 16 joins; what the first one holds must be found all the same."""
+    async with rig(1, engine=fast(block_size=32)) as r, rig(1) as small:
+        body = {"model": "demo", "prompt": tokens(5, 325), "max_tokens": 1}
+        await r.http.post(r.engines[0].url + "/v1/completions", json=body)
+        await until(lambda: r.gateway.index.stats().keys >= 10)
+        added = await r.http.post(
+            r.ports.admin_url + "/admin/workers", json={"url": small.engines[0].url, "name": "w2"}
+        )
+        assert added.status_code == 201
+        await until(lambda: r.gateway.index.stats().keys >= 20)
+        assert await cached(r, body, "/v1/completions") == ("w1", 320, 320)
+
+
+async def test_promises_end_by_themselves() -> None:
+    async with rig(1, settings={"routing": {"speculative_ttl_s": 0.05}}) as r:
+        async with r.http.stream("POST", "/v1/chat/completions", json=chat("a", stream=True)) as answer:
+            await answer.aread()
+        await until(lambda: r.gateway.index.stats().keys > 0)
+        await until(lambda: r.gateway.index.stats().speculative == 0)
+
+
+async def test_secrets_stay_inside() -> None:
+    """Neither the configuration nor anything else of the admin port shows a token or a worker's key."""
+    async with rig(0, wait=False) as other:
+        url = other.ports.admin_url
+    settings = {
+        "auth": {"admin_token": "token-secret"},
+        "workers": [{"url": url, "name": "gone", "api_key": "worker-secret"}],
+    }
+    async with rig(0, settings=settings, wait=False) as r:
+        await until(lambda: r.gateway.membership.members[_name("gone")].error is not None)
+        auth = {"authorization": "Bearer token-secret"}
+        for path in ("/admin/config", "/admin/workers", "/admin/pools", "/metrics", "/ready"):
+            assert (await r.http.get(r.ports.admin_url + path)).status_code in (401, 503)
+            answer = await r.http.get(r.ports.admin_url + path, headers=auth)
+            assert "secret" not in answer.text, path
+        config = await r.admin("/admin/config", headers=auth)
+        assert config["auth"]["admin_token"] == config["workers"][0]["api_key"] == "**********"
+
+
 async def test_nobody_serves_an_unknown_model_or_an_empty_fleet() -> None:
     async with rig(1) as r:
         answer = await r.http.post("/v1/completions", json={"model": "nope", "prompt": "x"})

@@ -230,6 +230,14 @@ def test_a_slow_tier_counts_when_reading_is_faster_than_computing() -> None:
 # --------------------------------------------------------------------------- reservations
 
 
+def test_a_slow_tier_counts_nothing_when_computing_is_faster() -> None:
+    bench, tokens = Bench(1, settings=RouterSettings(disk_read_tokens_per_s=100.0)), words(Random(1), 1600)
+    bench.hold("w0", tokens, tier=Tier.DISK)
+    bench.router.expire(0.0)
+    (candidate,) = bench.route(tokens).decision.candidates
+    assert (candidate.overlap_tokens, candidate.terms.hit_s) == (1584, 0.0)
+
+
 def test_a_decision_is_counted_at_once() -> None:
     bench = Bench(2)
     first, second = bench.route(words(Random(1), 1600)), bench.route(words(Random(2), 1600))
@@ -334,6 +342,14 @@ def test_a_route_miss_is_more_than_a_block_and_a_tenth(delivered: int | None, mi
     outcome = lease.settle(ending, started_at=0.0, stages=StageTimes())
     assert (outcome.predicted_tokens, outcome.delivered_tokens, outcome.missed_tokens) == (1584, delivered, missed)
     assert outcome.miss_cause is (MissCause.UNKNOWN if missed else None)
+
+
+def test_a_block_less_of_a_short_prompt_is_no_route_miss() -> None:
+    """A quarter of the prediction, but one block: the engine may have given it up just now."""
+    bench, tokens = Bench(1), words(Random(1), 80)
+    bench.hold("w0", tokens)
+    outcome = bench.route(tokens).settle(completed(1.0, cached=48), started_at=0.0, stages=StageTimes())
+    assert (outcome.predicted_tokens, outcome.missed_tokens) == (64, 0)
 
 
 def test_an_outcome_without_usage_keeps_what_was_decided() -> None:

@@ -197,6 +197,50 @@ def test_truncated_prompts_are_not_known() -> None:
     assert prompt_of(Endpoint.COMPLETIONS, prompt="x", truncate_prompt_tokens=1) == NoPrompt("truncated")
 
 
+@pytest.mark.parametrize(
+    ("fields", "scored"),
+    [
+        ({"prompt_logprobs": 0}, True),
+        ({"prompt_logprobs": 5}, True),
+        ({"prompt_logprobs": None}, False),
+        ({"echo": True, "logprobs": 0}, True),
+        ({"echo": True, "logprobs": 1}, True),
+        ({"echo": True}, False),
+        ({"echo": True, "logprobs": None}, False),
+        ({"echo": False, "logprobs": 1}, False),
+        ({"logprobs": 1}, False),
+    ],
+    ids=str,
+)
+def test_engines_compute_a_completions_prompt_anew_for_its_log_probabilities(
+    fields: dict[str, Any], scored: bool
+) -> None:
+    for prompt in ("x", [1, 2]):
+        found = prompt_of(Endpoint.COMPLETIONS, prompt=prompt, **fields)
+        assert (found == NoPrompt("prompt_logprobs")) is scored
+
+
+@pytest.mark.parametrize(
+    ("fields", "scored"),
+    [
+        ({"prompt_logprobs": 0}, True),
+        ({"prompt_logprobs": 1}, True),
+        ({"echo": True}, True),
+        ({"echo": True, "top_logprobs": None}, True),
+        ({"echo": False, "prompt_logprobs": None}, False),
+        ({"logprobs": True, "top_logprobs": 3}, False),
+    ],
+    ids=str,
+)
+def test_engines_compute_a_chats_prompt_anew_for_its_log_probabilities(fields: dict[str, Any], scored: bool) -> None:
+    assert (chat(**fields).prompt == NoPrompt("prompt_logprobs")) is scored
+
+
+def test_a_wrong_prompt_is_refused_whatever_else_is_asked() -> None:
+    assert refused({"model": "m", "prompt": 5, "prompt_logprobs": 1}, Endpoint.COMPLETIONS).param == "prompt"
+    assert refused({"model": "m", "messages": [], "prompt_logprobs": 1}).param == "messages"
+
+
 def test_completions() -> None:
     assert prompt_of(Endpoint.COMPLETIONS, prompt="a") == TextPrompt(("a",))
     assert prompt_of(Endpoint.COMPLETIONS, prompt=["a", "b"], add_special_tokens=False) == TextPrompt(("a", "b"), False)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gateway.prefix.hasher import (
     MAX_PROMPTS,
 )
 from gateway.prefix.run import MAX_NEW_PIECES
-from gateway.records import Endpoint, EngineKind, InferenceRequest, PrefixBlocks, PrefixMode
+from gateway.records import Endpoint, EngineKind, InferenceRequest, PrefixBlocks, PrefixMode, TokenPrompt
 
 BLOCK = 16
 
@@ -124,6 +125,17 @@ def test_model_adapter_salt_and_block_size_part_the_keys(hasher: PromptHasher) -
     other_size = blocks_of(hasher, request, block_size=32).chains[0]
     families = [set(chain.keys) for chain in (plain, adapted, blocks_of(hasher, salted).chains[0], other_size)]
     assert sum(map(len, families)) == len(set().union(*families))
+
+
+def test_salt_and_adapter_part_the_keys_of_token_prompts(hasher: PromptHasher) -> None:
+    prompt = TokenPrompt((list(range(1, 100)),))
+    plain = replace(completion("x"), prompt=prompt)
+    salted = replace(plain, cache_salt="s")
+    families = [
+        set(blocks_of(hasher, request, adapter=adapter).chains[0].keys)
+        for request, adapter in ((plain, None), (salted, None), (plain, "lora"), (salted, "lora"))
+    ]
+    assert len(set().union(*families)) == sum(map(len, families)) == 4 * 6
 
 
 def test_texts_get_the_tokens_a_tokenizer_adds(model_directory: Path, bos_tokenizer: Any) -> None:

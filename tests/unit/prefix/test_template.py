@@ -57,6 +57,21 @@ def test_content_format_of_sglang_asks_for_media() -> None:
     assert template(loops + "<|image|>", engine=EngineKind.SGLANG).content_format is ContentFormat.OPENAI
 
 
+@pytest.mark.parametrize(
+    ("source", "known"),
+    [
+        ("{% if m.role == 'developer' %}", True),
+        ('{% if m.role == "developer" %}', True),
+        ("You are a developer. {% if m.role == 'user' %}", False),
+        ("{% set developer = 1 %}{% if 'a' %}", False),
+        ("{% if 'developers' %}", False),
+        ("{% if 1 %}", False),
+    ],
+)
+def test_a_template_knows_the_developer_role_when_it_names_it_in_quotes(source: str, known: bool) -> None:
+    assert template(source + "{% endif %}").keeps_developer is known
+
+
 def test_blocks_are_trimmed_and_loops_controlled() -> None:
     source = "{% for n in range(9) %}\n    {% if n == 2 %}{% break %}{% endif %}\n{{ n }}\n{% endfor %}\n"
     assert render(source) == "0\n1\n"

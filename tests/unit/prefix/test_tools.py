@@ -14,14 +14,55 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
 
 
 def test_members_and_their_order() -> None:
-    (shown,) = tool_list([tool("f", strict=True)], None, engine=EngineKind.VLLM) or []
+    given = tool("f", unknown=1, defer_loading=False, strict=True)
+    (shown,) = tool_list([{"defer_loading": True, **given}], None, engine=EngineKind.VLLM) or []
     assert shown == {
         "type": "function",
-        "function": {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}},
+        "function": {
+            "name": "f",
+            "description": None,
+            "parameters": {"b": 1, "a": 2},
+            "strict": True,
+            "defer_loading": False,
+        },
+        "defer_loading": True,
     }
-    assert list(shown) == ["type", "function"]
-    assert list(shown["function"]) == ["name", "description", "parameters"]  # type: ignore[call-overload]
-    assert list(shown["function"]["parameters"]) == ["b", "a"]  # type: ignore[index]
+    function: Any = shown["function"]
+    assert list(shown) == ["type", "function", "defer_loading"]
+    assert list(function) == ["name", "description", "parameters", "strict", "defer_loading"]
+    assert list(function["parameters"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("on_tool", "on_function", "shown_on_tool", "shown_on_function"),
+    [
+        ({}, {}, {}, {}),
+        ({}, {"strict": None, "defer_loading": None}, {}, {}),
+        ({}, {"strict": False}, {}, {"strict": False}),
+        ({}, {"defer_loading": True}, {}, {"defer_loading": True}),
+        ({"defer_loading": None}, {"defer_loading": False}, {}, {"defer_loading": False}),
+        ({"defer_loading": True}, {}, {"defer_loading": True}, {"defer_loading": True}),
+        ({"defer_loading": False}, {"defer_loading": None}, {"defer_loading": False}, {"defer_loading": False}),
+        ({"defer_loading": True}, {"defer_loading": False}, {"defer_loading": True}, {"defer_loading": False}),
+    ],
+    ids=str,
+)
+def test_flags_are_shown_where_they_are_set_and_the_tools_own_in_its_function_too(
+    on_tool: dict[str, Any],
+    on_function: dict[str, Any],
+    shown_on_tool: dict[str, Any],
+    shown_on_function: dict[str, Any],
+) -> None:
+    found = tool_list([tool("f", **on_function) | on_tool], None, engine=EngineKind.VLLM)
+    function = {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}, **shown_on_function}
+    assert found == [{"type": "function", "function": function, **shown_on_tool}]
+
+
+@pytest.mark.parametrize("flag", [1, "true", []], ids=repr)
+def test_flags_that_are_no_booleans_are_the_engines_to_judge(flag: object) -> None:
+    for broken in (tool("f", strict=flag), tool("f", defer_loading=flag), tool("f") | {"defer_loading": flag}):
+        with pytest.raises(Unrenderable, match="malformed"):
+            tool_list([broken], None, engine=EngineKind.VLLM)
 
 
 def test_vllm_renders_tools_even_when_none_may_be_called() -> None:

@@ -18,7 +18,7 @@ from gateway.kv.events import Cleared
 from gateway.pool import Fleet, WorkerState
 from gateway.records import WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
-from gateway.upstream.membership import Membership
+from gateway.upstream.membership import Membership, MembershipSettings
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 
@@ -28,11 +28,13 @@ class Tasks:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.runs: dict[str, Callable[[], Awaitable[None]]] = {}
         self.on_stop: Callable[[], Awaitable[None]] | None = None
 
     def start(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
         assert name not in self.names
         self.names.add(name)
+        self.runs[name] = run
 
     async def stop(self, name: str) -> None:
         meanwhile, self.on_stop = self.on_stop, None
@@ -47,6 +49,7 @@ class Stand:
     def __init__(self, http: httpx.AsyncClient, context: zmq.Context[Any]) -> None:
         self.fleet, self.index, self.tasks = Fleet(), KvIndex(), Tasks()
         self.left: list[WorkerId] = []
+        self.models = [{"id": "m"}]
         self.on_joining: Callable[[], Awaitable[None]] | None = None
         self.membership = Membership(
             fleet=self.fleet,
@@ -58,6 +61,7 @@ class Stand:
             rng=Random(1),
             on_joining=self._joining,
             on_left=self.left.append,
+            settings=MembershipSettings(refresh_s=0.001),
         )
 
     async def _joining(self, spec: WorkerSpec, facts: WorkerFacts) -> None:
@@ -72,20 +76,23 @@ class Stand:
 
 @pytest_asyncio.fixture
 async def stand() -> AsyncIterator[Stand]:
+    made: list[Stand] = []
+
     def handle(request: httpx.Request) -> httpx.Response:
         if request.url.host == "down":
             raise httpx.ConnectError("refused")
         if request.url.path == "/v1/models":
-            return httpx.Response(200, text=json.dumps({"data": [{"id": "m"}]}))
+            return httpx.Response(200, text=json.dumps({"data": made[0].models}))
         return httpx.Response(404)
 
     with zmq.Context() as context:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http:
-            yield Stand(http, context)
+            made.append(Stand(http, context))
+            yield made[0]
 
 
-def spec(name: WorkerId, host: str | None = None) -> WorkerSpec:
-    return WorkerSpec(name, f"http://{host or name}:8000", kv_events="")
+def spec(name: WorkerId, host: str | None = None, *, kv_events: str = "") -> WorkerSpec:
+    return WorkerSpec(name, f"http://{host or name}:8000", kv_events=kv_events)
 
 
 async def test_who_joins_while_another_leaves_keeps_its_slot_and_binding(stand: Stand) -> None:
@@ -134,3 +141,28 @@ async def test_a_worker_that_does_not_answer_leaves_its_name_free(stand: Stand) 
     assert not stand.membership.members
     await stand.membership.add(spec(W1))
     assert stand.bound(W1)
+
+
+async def test_nothing_is_left_of_who_left(stand: Stand) -> None:
+    await stand.membership.add(spec(W1, kv_events="tcp://127.0.0.1:5557"))
+    slot = stand.fleet.workers[W1].slot
+    assert any(name.startswith("feed w1") for name in stand.tasks.names)
+    await stand.membership.leave(W1)
+    assert not stand.tasks.names
+    assert stand.index.apply(slot, 0, [Cleared()]).ignored == {"unbound": 1}
+
+
+async def test_what_a_worker_serves_later_is_found(stand: Stand) -> None:
+    await stand.membership.add(spec(W1))
+    stand.models.append({"id": "poet", "parent": "m"})
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(_run(stand.tasks.runs["worker w1"]))
+        async with asyncio.timeout(10):
+            while "poet" not in stand.fleet.pools:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        following.cancel()
+    assert stand.fleet.pools["poet"].adapter == "poet"
+
+
+async def _run(run: Callable[[], Awaitable[None]]) -> None:
+    await run()
