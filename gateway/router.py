@@ -401,7 +401,8 @@ class Lease:
 
     def _make_outcome(self, ending: Ending, started_at: float, stages: StageTimes, retries: int) -> Outcome:
         decision, usage, request = self.decision, ending.usage, self._request
-        delivered = usage.cached_tokens if usage is not None else None
+        # Of several prompts engines report one's cached tokens: nothing to hold against the prediction for all.
+        delivered = usage.cached_tokens if usage is not None and _prompts(request) == 1 else None
         missed = _missed(decision, delivered)
         first_at = ending.first_byte_at if ending.first_byte_at is not None else self._first_byte_at
         return Outcome(
@@ -436,16 +437,19 @@ class Lease:
 # --------------------------------------------------------------------------- small rules
 
 
-def _answers(request: InferenceRequest) -> int:
-    """How many texts the worker is to write: choices of each prompt."""
+def _prompts(request: InferenceRequest) -> int:
     match request.prompt:
         case TextPrompt(texts):
-            prompts = len(texts)
+            return len(texts)
         case TokenPrompt(token_lists):
-            prompts = len(token_lists)
+            return len(token_lists)
         case _:
-            prompts = 1
-    return prompts * min(request.choices, _MAX_CHOICES)
+            return 1
+
+
+def _answers(request: InferenceRequest) -> int:
+    """How many texts the worker is to write: choices of each prompt."""
+    return _prompts(request) * min(request.choices, _MAX_CHOICES)
 
 
 def _candidates(

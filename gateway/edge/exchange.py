@@ -456,7 +456,10 @@ class Exchange:
             outcome = lease.settle(
                 ending, started_at=self._started_at, stages=self._stage_times(), retries=self._retries
             )
-        edge.on_outcome(outcome)
+        try:
+            edge.on_outcome(outcome)
+        except Exception:  # noqa: BLE001  an observer's bug must not cost the client the end of its answer
+            _log.exception("the outcome of request %s was not recorded", outcome.request_id)
 
     def _unplaced(self, ending: Ending) -> Outcome:
         """The outcome of a request that no worker was chosen for."""

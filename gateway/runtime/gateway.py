@@ -30,6 +30,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from gateway.admin import AdminViews, Readiness, admin_app
 from gateway.config import Settings
 from gateway.edge import Edge, EdgeLimits, client_app, client_protocol, request_id_maker
+from gateway.errors import WorkerUnreachable
 from gateway.kv import KvIndex
 from gateway.policy import Weights, make_policy
 from gateway.pool import STALE_S, Fleet
@@ -156,7 +157,7 @@ class Gateway:
             executor=executor,
             clock=self.clock,
             on_outcome=self._record,
-            on_retry=self.metrics.record_retry,
+            on_retry=self._record_retry,
             request_ids=request_id_maker(self._rng),
             limits=EdgeLimits(
                 header_timeout_s=server.header_timeout_s,
@@ -215,7 +216,16 @@ class Gateway:
 
     # ------------------------------------------------------------------ inside
 
+    def _record_retry(self, attempt: Outcome) -> None:
+        self.metrics.record_retry(attempt)
+        self._look(attempt)
+
+    def _look(self, outcome: Outcome) -> None:
+        if outcome.error_code == WorkerUnreachable.code and outcome.worker is not None:
+            self.membership.look(outcome.worker)
+
     def _record(self, outcome: Outcome) -> None:
+        self._look(outcome)
         self.metrics.record(outcome)
         if self._requests_log is not None:
             self._requests_log.record(outcome)

@@ -61,10 +61,12 @@ class Tokenizers:
         """Every hasher once."""
         return {id(hasher): hasher for hasher in self._hashers.values()}.values()
 
-    async def prepare(self, spec: WorkerSpec, facts: WorkerFacts) -> None:
+    async def prepare(self, spec: WorkerSpec, facts: WorkerFacts) -> PromptHasher | None:
         """Make the tokenizer of a worker's model ready; what cannot be read is logged, not raised."""
         async with self._loading:  # workers of one model join together, and share it
-            await self._prepare(spec.models or facts.models, facts)
+            names = spec.models or facts.models
+            await self._prepare(names, facts)
+            return self._hashers.get(names[0]) if names else None
 
     async def _prepare(self, names: Sequence[str], facts: WorkerFacts) -> None:
         if not names or all(name in self._hashers for name in names):

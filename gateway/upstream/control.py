@@ -1,4 +1,4 @@
-"""Control traffic: small GETs against workers, for probes and load polls. Inference never goes this way.
+"""Control traffic: small requests to workers, for probes and load polls. Inference never goes this way.
 
 Rules:
 1. One call has one deadline over everything (connect, wait, read), so a worker that trickles bytes costs no more
@@ -31,6 +31,11 @@ class ProbeFailed(GatewayError):
     type = "upstream_error"
     code = "probe_failed"
 
+    def __init__(self, message: str, *, away: bool = False) -> None:
+        """`away`: nobody listens at the worker's address."""
+        super().__init__(message)
+        self.away = away
+
 
 class Answer(NamedTuple):
     """Status and whole body of an answer, whatever the status is."""
@@ -40,7 +45,7 @@ class Answer(NamedTuple):
 
 
 class ControlClient:
-    """GETs over one httpx client; made by `open_control_client`, shared by all probes and polls."""
+    """Requests over one httpx client; made by `open_control_client`, shared by all probes and polls."""
 
     def __init__(self, http: httpx.AsyncClient, *, timeout_s: float = 5.0, max_bytes: int = MAX_ANSWER_BYTES) -> None:
         self._http = http
@@ -48,14 +53,28 @@ class ControlClient:
         self._max_bytes = max_bytes
 
     async def get(self, url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> Answer:
-        """Any answer is returned, also 4xx and 5xx. Raises ProbeFailed: no connection, deadline, too large."""
+        """Any answer is returned, also 4xx and 5xx. Raises ProbeFailed: no connection (`away`), deadline, too large."""
+        return await self._ask("GET", url, None, api_key, timeout_s)
+
+    async def post(self, url: str, body: bytes, *, api_key: str | None = None) -> Answer:
+        """The same with a JSON body."""
+        return await self._ask("POST", url, body, api_key, None)
+
+    async def _ask(
+        self, method: str, url: str, body: bytes | None, api_key: str | None, timeout_s: float | None
+    ) -> Answer:
         # Identity: compressing 65 KB of metrics costs the worker more than sending them.
         headers = {"accept-encoding": "identity"}
+        if body is not None:
+            headers["content-type"] = "application/json"
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(limit_s), self._http.stream("GET", url, headers=headers) as response:
+            async with (
+                asyncio.timeout(limit_s),
+                self._http.stream(method, url, headers=headers, content=body) as response,
+            ):
                 return Answer(response.status_code, await self._body(response, url))
         except TimeoutError as error:
             raise ProbeFailed(
@@ -67,7 +86,8 @@ class ControlClient:
             raise ProbeFailed(f"{url} does not start with http:// or https://") from error
         except httpx.ConnectError as error:
             raise ProbeFailed(
-                f"no connection to {url} ({error}); is the worker running, and are host, port and TLS right?"
+                f"no connection to {url} ({error}); is the worker running, and are host, port and TLS right?",
+                away=True,
             ) from error
         except httpx.HTTPError as error:
             raise ProbeFailed(

@@ -5,7 +5,10 @@ Rules:
    and its load poll start. Probing goes on every `refresh_s`: adapters and cache sizes change while a worker runs.
 2. The index keeps a worker's blocks in the block size of its pool's keys. When a newcomer changes that size, the
    pool's workers are bound anew and their feeds learn them anew.
-3. Leaving is complete: tasks end, index, connections and metrics forget the worker; open requests run to their end. The
+3. A worker at whose address nobody listens is down: it gets no requests until a probe succeeds. The data path asks for
+   such a probe (`look`) when it finds nobody. A worker that was away, or that has a new start time, may have lost its
+   cache without a word: its feeds learn it anew.
+4. Leaving is complete: tasks end, index, connections and metrics forget the worker; open requests run to their end. The
    worker gives up its slot only when nothing is left that writes to it, and its name only when all of this is done.
 
 It decides nothing about requests and keeps no load numbers.
@@ -14,8 +17,9 @@ It decides nothing about requests and keeps no load numbers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -25,11 +29,13 @@ import zmq
 
 from gateway.kv import KvIndex
 from gateway.pool import Fleet, Worker, WorkerState
-from gateway.records import EventSource, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.prefix import PromptHasher
+from gateway.records import EventSource, LoadSample, Slot, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
+from gateway.upstream.parity import token_differences
 
 _FIRST_RETRY_S = 0.25
 _LONGEST_RETRY_S = 5.0
@@ -67,6 +73,11 @@ class Member:
     poller: LoadPoller | None = None
     error: str | None = None
     leaving: bool = False
+    away: bool = False
+    compared: bool = False
+    """Token ids have been compared with the worker's, as far as they can be."""
+    look: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: probe at once."""
 
     @property
     def caught_up(self) -> bool:
@@ -75,8 +86,8 @@ class Member:
 
 
 class Membership:
-    """All members by name. `on_joining` runs before a worker joins (its model's tokenizer is made ready there);
-    `on_left` when it has gone."""
+    """All members by name. `on_joining` runs before a worker joins and makes its model's hasher ready; `on_left` when
+    it has gone."""
 
     def __init__(
         self,
@@ -88,7 +99,7 @@ class Membership:
         context: zmq.Context[Any],
         clock: Callable[[], float],
         rng: Random,
-        on_joining: Callable[[WorkerSpec, WorkerFacts], Awaitable[None]],
+        on_joining: Callable[[WorkerSpec, WorkerFacts], Awaitable[PromptHasher | None]],
         on_left: Callable[[WorkerId], None],
         settings: MembershipSettings | None = None,
     ) -> None:
@@ -146,6 +157,12 @@ class Membership:
         self._on_left(worker_id)
         self._log.info("worker left", worker=worker_id)
 
+    def look(self, worker_id: WorkerId) -> None:
+        """A request found nobody at this worker's address: probe it now. Unknown names are fine."""
+        member = self._members.get(worker_id)
+        if member is not None:
+            member.look.set()
+
     # ------------------------------------------------------------------ one worker
 
     async def _follow(self, worker_id: WorkerId) -> None:
@@ -159,7 +176,10 @@ class Membership:
                 if member.error != error.message:
                     self._log.warning("worker does not answer", worker=worker_id, reason=error.message)
                 member.error = error.message
-                pause_s = self._settings.refresh_s if member.slot is not None else retry_s
+                if error.away:
+                    member.away = True
+                    self._fleet.set_state(worker_id, WorkerState.DOWN, self._clock(), reason="away")
+                pause_s = retry_s if member.away or member.slot is None else self._settings.refresh_s
                 retry_s = min(retry_s * 2, _LONGEST_RETRY_S)
             else:
                 member.error = None
@@ -167,13 +187,30 @@ class Membership:
                 pause_s = self._settings.refresh_s
                 if member.slot is None:
                     await self._join(member, facts)
-                elif facts != member.facts:
-                    await self._refresh(member, facts)
-            await asyncio.sleep(pause_s * self._rng.uniform(0.9, 1.1))
+                else:
+                    await self._renew(member, facts)
+            member.look.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s * self._rng.uniform(0.9, 1.1)):
+                    await member.look.wait()
+
+    async def _renew(self, member: Member, facts: WorkerFacts) -> None:
+        """A member answered again."""
+        before = member.facts
+        back, member.away = member.away, False
+        if back:
+            self._fleet.set_state(member.spec.name, WorkerState.READY, self._clock())
+            self._log.info("worker is back", worker=member.spec.name)
+        restarted = before is not None and before.start_time_unix != facts.start_time_unix
+        if back or restarted:
+            for feed in member.feeds.values():
+                feed.resync()
+        if facts != before:
+            await self._refresh(member, facts)
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
         spec = member.spec
-        await self._on_joining(spec, facts)
+        hasher = await self._on_joining(spec, facts)
         if member.leaving:
             raise ProbeFailed(f"worker {spec.name} was removed while it joined")
         worker = self._fleet.add(spec, facts, self._clock())
@@ -199,11 +236,25 @@ class Membership:
             block_size=facts.block_size,
             events=[source.endpoint for source in facts.events],
         )
-        for finding in facts.findings:
+        member.away = False
+        await self._compare_tokens(member, hasher, facts)
+
+    async def _compare_tokens(self, member: Member, hasher: PromptHasher | None, facts: WorkerFacts) -> None:
+        """Tell the operator of what could be better, token ids that differ included."""
+        spec = member.spec
+        differences: tuple[str, ...] = ()
+        if hasher is not None:
+            model = next(iter(spec.models or facts.models), "")
+            differences = await token_differences(spec, model, hasher, self._control)
+        member.compared = True
+        if differences:
+            told = replace(facts, findings=facts.findings + differences)
+            self._fleet.facts(spec.name, told, self._clock())
+        for finding in facts.findings + differences:
             self._log.warning("worker could serve better", worker=spec.name, finding=finding)
 
     async def _refresh(self, member: Member, facts: WorkerFacts) -> None:
-        await self._on_joining(member.spec, facts)
+        hasher = await self._on_joining(member.spec, facts)
         member.facts = facts
         self._fleet.facts(member.spec.name, facts, self._clock())
         self._fit_block_sizes()
@@ -211,9 +262,13 @@ class Membership:
         worker = self._fleet.workers[member.spec.name]
         self._start_feeds(member, worker, [source for source in facts.events if source not in member.feeds])
         self._log.info("worker changed", worker=member.spec.name, models=list(facts.models), version=facts.version)
+        await self._compare_tokens(member, hasher, facts)
 
-    def _on_sample(self, worker_id: WorkerId, sample: Any) -> None:
+    def _on_sample(self, worker_id: WorkerId, sample: LoadSample) -> None:
         self._fleet.load(worker_id, sample, self._clock())
+        member = self._members.get(worker_id)
+        if member is not None and member.facts is not None and sample.start_time_unix != member.facts.start_time_unix:
+            member.look.set()
 
     # ------------------------------------------------------------------ index and feeds
 

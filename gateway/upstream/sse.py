@@ -79,7 +79,10 @@ class UsageEventFilter:
             end = _BLANK_LINE.search(data, start)
             stop = end.end() if end else len(data)
             event = data[start:stop]
-            if not self._is_usage(event):
+            if self._is_usage(event):
+                # Blank lines before it were cut off from the event before.
+                kept.append(event[: len(event) - len(event.lstrip(b"\r\n"))])
+            else:
                 kept.append(event)
             start = stop
         return b"".join(kept)

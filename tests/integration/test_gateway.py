@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from gateway.pool import WorkerState
+from gateway.records import Tier
 from gateway.sim.faults import Fault, FaultKind
+from gateway.sim.server import SimulatedWorker
 from tests.integration.rig import Rig, fast, rig, until
 
 SYSTEM = "You are the assistant of a bicycle shop. Answer in one short sentence. " * 12
@@ -167,6 +173,52 @@ async def test_a_worker_that_comes_up_late_joins_and_one_that_is_down_does_no_ha
         assert (await cached(r, chat("b")))[0] == "w1"
 
 
+async def test_a_worker_that_vanishes_is_down_and_comes_back_with_a_new_cache() -> None:
+    async with rig(2) as r:
+        body = {"model": "demo", "prompt": tokens(6, 320), "max_tokens": 1}
+        home, _, _ = await cached(r, body, "/v1/completions")
+        await until(lambda: r.gateway.index.stats().keys >= 20)
+        worker = r.gateway.fleet.workers[_name(home)]
+        engine = r.engine(home)
+        port, events, replay = (_port(e) for e in (engine.url, engine.events_endpoint, engine.replay_endpoint))
+        await engine.stop()
+        # The request finds nobody, is served elsewhere, and has the worker looked at.
+        assert (await cached(r, body, "/v1/completions"))[0] != home
+        await until(lambda: worker.state is WorkerState.DOWN)
+        assert dict(r.gateway.fleet.pools["demo"].not_ready) == {home: "down"}
+        settings = replace(engine.settings, port=port, events_port=events, replay_port=replay)
+        again = SimulatedWorker(settings, wall_clock=time.time)
+        await again.start()
+        try:
+            await until(lambda: worker.state is WorkerState.READY)
+            await until(lambda: r.gateway.index.resident(worker.slot, Tier.GPU) == 0)
+            other = next(w for w in r.gateway.fleet.workers.values() if w is not worker)
+            assert r.gateway.index.resident(other.slot, Tier.GPU) >= 20
+        finally:
+            await again.stop()
+
+
+async def test_a_restart_that_no_event_tells_of_empties_the_index() -> None:
+    async with rig(1) as r:
+        await cached(r, {"model": "demo", "prompt": tokens(6, 320), "max_tokens": 1}, "/v1/completions")
+        worker = r.gateway.fleet.workers[_name("w1")]
+        await until(lambda: r.gateway.index.resident(worker.slot, Tier.GPU) >= 20)
+        r.engines[0].fault(Fault(FaultKind.RESTART))
+        await until(lambda: r.gateway.index.resident(worker.slot, Tier.GPU) == 0)
+
+
+async def test_token_ids_that_differ_from_the_workers_are_told() -> None:
+    other = Path(__file__).parents[1] / "golden" / "prefix" / "tiny-qwen2"
+    async with rig(1, settings={"models": [{"name": "demo", "tokenizer": str(other)}]}) as r:
+        worker = r.gateway.fleet.workers[_name("w1")]
+        await until(lambda: any("token ids of a text differ" in finding for finding in worker.facts.findings))
+    async with rig(1) as r:
+        worker = r.gateway.fleet.workers[_name("w1")]
+        member = r.gateway.membership.members[_name("w1")]
+        await until(lambda: member.compared)
+        assert not [finding for finding in worker.facts.findings if "token ids" in finding]
+
+
 async def test_block_sizes_that_differ_still_match() -> None:
     """A worker with blocks of 32 joins one with 16: keys go by 16, each worker is credited in its own blocks."""
     async with rig(1) as r, rig(1, engine=fast(block_size=32)) as large:
@@ -233,6 +285,11 @@ async def test_nobody_serves_an_unknown_model_or_an_empty_fleet() -> None:
         assert (await r.http.get("/ready")).status_code == 503
         assert (await r.http.get("/health")).status_code == 200
         assert (await r.http.post("/v1/completions", json={"model": "demo", "prompt": "x"})).status_code == 404
+
+
+def _port(url: str | None) -> int:
+    assert url is not None
+    return int(url.rsplit(":", 1)[1])
 
 
 def _name(text: str) -> Any:
