@@ -76,13 +76,15 @@ class AuthSettings(_Section):
 class ModelSettings(_Section):
     """One model: where its tokenizer lies and how its prompts are cut."""
 
-    name: str = Field(min_length=1, description="The name workers serve it under.")
+    name: str = Field(min_length=1, description="The name workers serve it under; * stands for every model not named.")
     aliases: tuple[str, ...] = Field((), description="Other served names of the same model, sharing its tokenizer.")
     tokenizer: Path | None = Field(
         None, description="Directory with tokenizer.json, tokenizer_config.json and chat_template.jinja."
     )
     chat_template: Path | None = Field(None, description="Template file that replaces the tokenizer's own.")
-    block_size: int | None = Field(None, ge=1, le=65_536, description="Tokens a block; none: learned from the workers.")
+    block_size: int | None = Field(
+        None, ge=1, le=65_536, description="Tokens a block of the keys; none: learned from the workers."
+    )
 
 
 class WorkerSettings(_Section):
@@ -96,7 +98,12 @@ class WorkerSettings(_Section):
     kv_events: str = Field("auto", description="ZMQ endpoint of its KV events, `auto`, or `off`.")
     kv_replay: str = Field("auto", description="ZMQ endpoint of the event replay, `auto`, or `off`.")
     api_key: SecretStr | None = Field(None, description="Sent to the worker instead of the client's key.")
-    weight: float = Field(1.0, gt=0, le=1000, description="Share under policies that do not look at load.")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1000,
+        description="Share of requests under least_load, p2c and prefix_hash, relative to the others.",
+    )
 
     @field_validator("url")
     @classmethod

@@ -3,6 +3,7 @@
     GatewayError
     |-- ClientError            4xx, the request is at fault; never retried
     |   |-- BadRequest         400
+    |   |-- NotFound           404
     |   |-- UnknownModel       404
     |   |-- PayloadTooLarge    413
     |   `-- RequestTimeout     408, the client sent too slowly
@@ -57,6 +58,14 @@ class ClientError(GatewayError):
 
 class BadRequest(ClientError):
     """Malformed HTTP, JSON or fields."""
+
+
+class NotFound(ClientError):
+    """No such path, or nothing of that name."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
 
 
 class UnknownModel(ClientError):

@@ -39,7 +39,7 @@ from gateway.admin.answers import (
 )
 from gateway.api import parse_request
 from gateway.config import WorkerSettings
-from gateway.errors import BadRequest, GatewayError, PayloadTooLarge
+from gateway.errors import BadRequest, GatewayError, NotFound, PayloadTooLarge
 from gateway.prefix import PromptHasher
 from gateway.records import Endpoint, PrefixBlocks, PrefixMode, WorkerId, WorkerSpec
 from gateway.router import Recent, Router
@@ -59,14 +59,6 @@ class Unauthorized(GatewayError):
     status = 401
     type = "authentication_error"
     code = "invalid_admin_token"
-
-
-class NotFound(GatewayError):
-    """No such worker, or no such path."""
-
-    status = 404
-    type = "not_found_error"
-    code = "not_found"
 
 
 class NameTaken(GatewayError):

@@ -13,9 +13,9 @@ import typer
 import uvloop
 
 from gateway.config import ConfigError, ModelSettings, Settings
+from gateway.pool import ANY_MODEL
 from gateway.runtime import Gateway
 from gateway.runtime.garbage import tune_garbage_collection
-from gateway.runtime.models import ANY_MODEL
 from gateway.telemetry import set_up_logging
 
 

@@ -13,8 +13,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from gateway.edge.responses import MethodNotAllowed, NotFound, error_headers, error_object
-from gateway.errors import GatewayError, UnknownModel
+from gateway.edge.responses import MethodNotAllowed, error_headers, error_object
+from gateway.errors import GatewayError, NotFound, UnknownModel
 from gateway.pool import Fleet, ServedModel
 from gateway.records import Endpoint
 

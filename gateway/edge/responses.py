@@ -43,14 +43,6 @@ class MethodNotAllowed(GatewayError):
     code = "method_not_allowed"
 
 
-class NotFound(GatewayError):
-    """No such path."""
-
-    status = 404
-    type = "not_found_error"
-    code = "not_found"
-
-
 class Overloaded(GatewayError):
     """The process carries as many requests as it may."""
 

@@ -1,11 +1,12 @@
 """Workers and pools: who may serve a request, what each has in flight, how fast each is."""
 
-from gateway.pool.fleet import Fleet, Pool, ServedModel
+from gateway.pool.fleet import ANY_MODEL, Fleet, Pool, ServedModel
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
 from gateway.pool.sessions import Sessions
 from gateway.pool.worker import STALE_S, Reservation, Worker, WorkerState
 
 __all__ = [
+    "ANY_MODEL",
     "STALE_S",
     "Fleet",
     "InterTokenRates",

@@ -25,6 +25,9 @@ from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates
 from gateway.pool.worker import STALE_S, Reservation, Worker, WorkerState
 from gateway.records import LoadSample, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
 
+ANY_MODEL = "*"
+"""In a configured block size: every model that is not named itself."""
+
 MAX_WORKERS = 1024
 """Slots; masks are integers of that many bits."""
 
@@ -251,7 +254,8 @@ class Fleet:
             pool = self._pools.get(name)
             if pool is None or (pool.model, pool.adapter) != (base, adapter):
                 pool = self._pools[name] = Pool(name, model=base, adapter=adapter, rates=self._rates_of(base))
-            configured = [self._block_sizes[n] for n, b in bases.items() if b == base and n in self._block_sizes]
+            names = [*(n for n, b in bases.items() if b == base), ANY_MODEL]
+            configured = [self._block_sizes[n] for n in names if n in self._block_sizes]
             pool.refit(tuple(workers), configured[0] if configured else sizes[base])
         for name in [name for name in self._pools if name not in kept]:
             del self._pools[name]

@@ -201,8 +201,10 @@ class Gateway:
         if self._draining or self._started_at is None:
             return Readiness(ready=False, reason="draining" if self._draining else "starting")
         if not any(pool.ready for pool in self.fleet.pools.values()):
-            errors = [m.error for m in self.membership.members.values() if m.error]
-            return Readiness(ready=False, reason=errors[0] if errors else "no worker has joined yet")
+            silent = sorted(name for name, member in self.membership.members.items() if member.error)
+            # Names only: this is shown without the token. `/admin/workers` and the log say more.
+            reason = f"no answer from {', '.join(silent)}" if silent else "no worker has joined yet"
+            return Readiness(ready=False, reason=reason)
         behind = sorted(name for name, member in self.membership.members.items() if not member.caught_up)
         if behind and self.clock() - self._started_at < self.settings.server.ready_timeout_s:
             return Readiness(ready=False, reason=f"catching up: {', '.join(behind)}")

@@ -19,10 +19,9 @@ from pathlib import Path
 import structlog
 
 from gateway.config import ConfigError, ModelSettings
+from gateway.pool import ANY_MODEL
 from gateway.prefix import PromptHasher
 from gateway.records import EngineKind, WorkerFacts, WorkerSpec
-
-ANY_MODEL = "*"
 
 _UNREADABLE = (ValueError, OSError)
 """What loading raises: every error of `gateway.prefix` is a ValueError, and so is a file that is no UTF-8."""

@@ -15,7 +15,7 @@ from gateway.sim.demo import DemoResult, PolicyScore, Show
 @contextmanager
 def showing(console: Console, *, duration_s: float, line_every_s: float = 5.0) -> Iterator[Show]:
     """What to pass to `run_demo` as `show`."""
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             yield lambda elapsed_s, scores: live.update(_table(elapsed_s, duration_s, scores), refresh=True)
     else:

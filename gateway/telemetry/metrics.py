@@ -133,7 +133,7 @@ KV_EVENT_REPLAYS = _spec(
     "kv_event_replays_total", Kind.COUNTER, ("worker", "result"), "Replays asked of a worker, by result."
 )
 KV_EVENT_RESETS = _spec(
-    "kv_event_resets_total", Kind.COUNTER, ("worker",), "Times a worker's index was dropped and learned anew."
+    "kv_event_resets_total", Kind.COUNTER, ("worker",), "Restarts of a worker seen in its event sequence."
 )
 KV_EVENT_ERRORS = _spec("kv_event_errors_total", Kind.COUNTER, ("worker",), "Event messages that could not be read.")
 KV_EVENT_AGE = _spec("kv_event_age_seconds", Kind.GAUGE, ("worker",), "Time since the last event message of a worker.")

@@ -70,6 +70,10 @@ def test_block_size_divides_every_workers_and_a_configured_one_wins() -> None:
     assert fleet.pools["lora"].block_size == 16  # one key space with its base
     fleet.add(spec("c"), facts("fixed", block_size=16), 0.0)
     assert fleet.pools["fixed"].block_size == 8
+    any_model = Fleet(block_sizes={"*": 4, "fixed": 8})
+    any_model.add(spec("a"), facts("m", block_size=32), 0.0)
+    any_model.add(spec("b"), facts("fixed", block_size=32), 0.0)
+    assert (any_model.pools["m"].block_size, any_model.pools["fixed"].block_size) == (4, 8)
     fleet.add(spec("d"), facts("silent", block_size=None), 0.0)
     assert fleet.pools["silent"].block_size == 16
 

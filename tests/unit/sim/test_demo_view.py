@@ -22,7 +22,7 @@ def scores() -> list[PolicyScore]:
 
 def shown(*, terminal: bool) -> str:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=100)
+    console = Console(file=file, force_terminal=terminal, width=100, _environ={"TERM": "xterm"})
     with showing(console, duration_s=10, line_every_s=1) as show:
         show(0.5, scores())
         show(2.0, scores())
