@@ -46,6 +46,8 @@ from gateway.upstream.http import Upstream
 from gateway.upstream.membership import Membership, MembershipSettings
 
 _EXPIRE_EVERY_S = 0.5
+_FLUSH_EVERY_S = 0.2
+"""How late a request's log line may be."""
 _LOOK_S = 0.05
 _STALE_POLLS = 5
 """Polls of a worker's load that may fail before its last sample is forgotten."""
@@ -172,6 +174,9 @@ class Gateway:
         stack.push_async_callback(self.supervisor.close)
         self._started_at = self.clock()
         self.supervisor.start("expire", self._expire)
+        if self._requests_log is not None:
+            log = self._requests_log
+            self.supervisor.start("log", lambda: self._flush_log(log))
         app = client_app(self.fleet, ready=lambda: self.readiness().ready, started_unix=int(time.time()))  # noqa: TID251
         await self._serve(app, client_socket, http=client_protocol(self.edge))
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
@@ -193,6 +198,8 @@ class Gateway:
         if self.edge.open_exchanges:
             self._log.warning("drain limit passed: cutting", open_requests=self.edge.open_exchanges)
         self.edge.cut()
+        if self._requests_log is not None:
+            self._requests_log.flush()
         await self._stack.aclose()
         self._log.info("stopped", open_leases=self.router.open_leases)
 
@@ -235,6 +242,11 @@ class Gateway:
     def _forget(self, worker: WorkerId) -> None:
         self.upstream.forget(worker)
         self.metrics.forget(worker)
+
+    async def _flush_log(self, log: RequestLog) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_EVERY_S)
+            log.flush()
 
     async def _expire(self) -> None:
         while True:

@@ -13,7 +13,7 @@ import structlog
 
 from gateway.records import Endpoint, MissCause, Outcome, PrefixMode, Result, StageTimes, WorkerId
 from gateway.telemetry import Logs, set_up_logging
-from gateway.telemetry.log import MAX_CLIENT_TEXT
+from gateway.telemetry.log import MAX_CLIENT_TEXT, MAX_WAITING_LINES
 
 WALL_S = 1_795_963_860.5
 
@@ -34,6 +34,11 @@ def _unchanged_logging() -> Iterator[None]:
 def logs(form: Literal["json", "console"] = "json", level: str = "info") -> tuple[Logs, io.BytesIO]:
     stream = io.BytesIO()
     return set_up_logging(form=form, level=level, stream=stream, wall=lambda: WALL_S), stream
+
+
+def write(made: Logs, ended: Outcome) -> None:
+    made.requests.record(ended)
+    made.requests.flush()
 
 
 def outcome(**changes: Any) -> Outcome:
@@ -66,7 +71,7 @@ def lines(stream: io.BytesIO) -> list[dict[str, Any]]:
 
 def test_a_request_is_one_json_line() -> None:
     log, stream = logs()
-    log.requests.record(outcome(missed_tokens=640, miss_cause=MissCause.UNKNOWN, affinity="kept", retries=1))
+    write(log, outcome(missed_tokens=640, miss_cause=MissCause.UNKNOWN, affinity="kept", retries=1))
     assert lines(stream) == [
         {
             "time": "2026-11-29T14:51:00.500+00:00",
@@ -98,8 +103,9 @@ def test_a_request_is_one_json_line() -> None:
 
 def test_a_refused_request_says_no_more_than_is_known() -> None:
     log, stream = logs()
-    log.requests.record(
-        outcome(endpoint=None, worker=None, pool="", result=Result.REFUSED, status=404, error_code="model_not_found")
+    write(
+        log,
+        outcome(endpoint=None, worker=None, pool="", result=Result.REFUSED, status=404, error_code="model_not_found"),
     )
     (line,) = lines(stream)
     assert set(line) == {
@@ -121,17 +127,17 @@ def test_a_refused_request_says_no_more_than_is_known() -> None:
 )
 def test_level_of_a_request(result: Result, level: str) -> None:
     log, stream = logs()
-    log.requests.record(outcome(result=result))
+    write(log, outcome(result=result))
     assert lines(stream)[0]["level"] == level
 
 
 def test_the_level_filters() -> None:
     log, stream = logs(level="warning")
-    log.requests.record(outcome())
+    write(log, outcome())
     log.logger.info("nothing")
     logging.getLogger("some.library").info("nothing")
     assert stream.getvalue() == b""
-    log.requests.record(outcome(result=Result.WORKER_FAILED))
+    write(log, outcome(result=Result.WORKER_FAILED))
     log.logger.warning("something")
     logging.getLogger("some.library").warning("something")
     assert len(lines(stream)) == 3
@@ -139,7 +145,7 @@ def test_the_level_filters() -> None:
 
 def test_text_of_clients_is_cut_and_stays_on_its_line() -> None:
     log, stream = logs()
-    log.requests.record(outcome(model="m" * 10_000, request_id='"}\n{"level": "forged"}' + "r" * 10_000))
+    write(log, outcome(model="m" * 10_000, request_id='"}\n{"level": "forged"}' + "r" * 10_000))
     (line,) = lines(stream)
     assert len(line["model"]) == len(line["request_id"]) == MAX_CLIENT_TEXT
 
@@ -166,7 +172,7 @@ def test_polls_do_not_fill_the_log() -> None:
 
 def test_console_form_is_for_people() -> None:
     log, stream = logs(form="console")
-    log.requests.record(outcome())
+    write(log, outcome())
     log.logger.warning("worker gone", worker="w1")
     first, second = stream.getvalue().decode().splitlines()
     assert "request" in first
@@ -176,24 +182,25 @@ def test_console_form_is_for_people() -> None:
     assert "\x1b" not in stream.getvalue().decode()
 
 
-class _Closed(io.BytesIO):
-    """A pipe whose reader has gone."""
-
-    def write(self, data: object) -> int:
-        raise BrokenPipeError
-
-
-def test_a_log_nobody_reads_stops_no_request() -> None:
-    log = set_up_logging(form="json", level="info", stream=_Closed(), wall=lambda: WALL_S)
-    log.requests.record(outcome())
-    assert log.requests.lost == 1
+def test_request_lines_wait_to_be_written_together() -> None:
+    log, stream = logs()
+    log.requests.record(outcome(request_id="first"))
+    log.requests.record(outcome(request_id="second"))
+    assert stream.getvalue() == b""
+    log.requests.flush()
+    assert [line["request_id"] for line in lines(stream)] == ["first", "second"]
+    log.requests.flush()
+    assert len(lines(stream)) == 2
+    for _ in range(MAX_WAITING_LINES):
+        log.requests.record(outcome())
+    assert len(lines(stream)) == 2 + MAX_WAITING_LINES
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_lone_surrogates_of_a_client_are_escaped(form: Literal["json", "console"]) -> None:
     """JSON lets a client write them; a line that cannot be encoded must not end the request that is logged."""
     made, stream = logs(form)
-    made.requests.record(outcome(model="\ud800x"))
+    write(made, outcome(model="\ud800x"))
     made.logger.info("odd", text="\ud800x")
     first, second = stream.getvalue().decode().splitlines()
     assert "ud800x" in first
@@ -208,4 +215,5 @@ def test_a_stream_that_is_gone_loses_lines_and_nothing_else() -> None:
     made = set_up_logging(form="json", level="info", stream=Gone(), wall=lambda: WALL_S)
     made.logger.info("joined")
     logging.getLogger("kvgate.edge").error("a bug")
-    made.requests.record(outcome())
+    write(made, outcome())
+    assert made.requests.lost == 1
