@@ -85,6 +85,6 @@ def _show(decision: dict[str, Any]) -> None:
     for worker, reason in decision.get("excluded", []):
         console.print(f"   {worker}: not considered: {reason}")
     console.print(
-        f"predicted hit {decision['predicted_tokens']} tokens, best in the fleet {decision['available_tokens']}; "
+        f"predicted hit {decision['predicted_tokens']} tokens, best in the pool {decision['available_tokens']}; "
         "score = alpha*hit - beta*queue - gamma*load, shown as a cost: the lowest wins"
     )
