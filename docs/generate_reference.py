@@ -33,9 +33,11 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         NOTE,
-        "Keys of `kvgate.yaml`. The same keys as `KVGATE_SECTION__KEY` in the environment win over the file,",
-        "flags of `kvgate serve` win over both. Lists (`models`, `workers`) are given as JSON in the environment.",
-        "An unknown key stops the start and names its path.",
+        "Keys of the file given with `kvgate serve --config kvgate.yaml`; no file is read unless it is named.",
+        "Environment variables `KVGATE_SECTION__KEY` win over the file, flags of `kvgate serve` over both.",
+        "Deeper keys take one more `__`: `KVGATE_ROUTING__AFFINITY__HEADER`. Lists (`models`, `workers`) are given as",
+        'JSON, `KVGATE_WORKERS=\'[{"url": "http://10.0.0.1:8000"}]\'`, and replace those of the file.',
+        "An unknown key stops the start and is named. `GET /admin/config` shows what is in force, secrets masked.",
     ]
     for section, field in Settings.model_fields.items():
         model, many = _model_of(field.annotation)

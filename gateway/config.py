@@ -76,7 +76,10 @@ class AuthSettings(_Section):
 class ModelSettings(_Section):
     """One model: where its tokenizer lies and how its prompts are cut."""
 
-    name: str = Field(min_length=1, description="The name workers serve it under; * stands for every model not named.")
+    name: str = Field(
+        min_length=1,
+        description="The name workers serve it under (see `/v1/models`); `*`: every model without an entry.",
+    )
     aliases: tuple[str, ...] = Field((), description="Other served names of the same model, sharing its tokenizer.")
     tokenizer: Path | None = Field(
         None, description="Directory with tokenizer.json, tokenizer_config.json and chat_template.jinja."
@@ -91,19 +94,23 @@ class WorkerSettings(_Section):
     """One worker; `auto` and none mean: learn it by probing the URL."""
 
     url: str = Field(description="Base URL, such as http://10.0.0.1:8000.")
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Shown in metrics and receipts.")
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Shown in metrics, logs and `x-kvgate-worker`; none: w1, w2, ... in the order given.",
+    )
     engine: Literal["auto", "vllm", "sglang"] = Field("auto", description="The software it runs.")
-    pool: str = Field("default", description="A label of its metrics and decisions.")
-    role: Role = Field(Role.BOTH, description="Only workers that do both get requests; the others are watched.")
+    pool: str = Field("default", description="Label `pool` of its metrics and decisions; requests go by model.")
+    role: Role = Field(
+        Role.BOTH,
+        description="`both`, `prefill` or `decode`. Only workers that do both get requests; others are watched.",
+    )
     kv_events: str = Field("auto", description="ZMQ endpoint of its KV events, `auto`, or `off`.")
     kv_replay: str = Field("auto", description="ZMQ endpoint of the event replay, `auto`, or `off`.")
-    api_key: SecretStr | None = Field(None, description="Sent to the worker instead of the client's key.")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        le=1000,
-        description="Share of requests under least_load, p2c and prefix_hash, relative to the others.",
+    api_key: SecretStr | None = Field(
+        None, description="Sent to the worker as bearer token instead of the client's; none: the client's goes through."
     )
+    weight: float = Field(1.0, gt=0, le=1000, description="Share under `least_load`, `random`, `p2c`, `prefix_hash`.")
 
     @field_validator("url")
     @classmethod
