@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.config import ConfigError, Settings, load
+from gateway.config import POLICIES, ConfigError, Settings, load
 
 app = typer.Typer(
     name="kvgate",
@@ -51,8 +51,9 @@ def serve(
         typer.Option(
             "--worker",
             "-w",
-            help="Base URL of a worker, such as http://10.0.0.1:8000. Give it once a worker; "
-            "engine, model, block size and event endpoints are found by probing. Replaces `workers` of the file.",
+            help="Base URL of a worker, such as http://10.0.0.1:8000; repeat it for more. They are named w1, w2, ...; "
+            "engine, model, block size and event endpoints are found by probing. Replaces `workers` of the file; "
+            "names, API keys and event endpoints can be given only there.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -63,22 +64,27 @@ def serve(
             metavar="[MODEL=]DIR",
             help="Directory with the model's tokenizer.json, "
             "tokenizer_config.json and chat template; needed for exact matching of text prompts. "
-            "Without MODEL= it serves the workers' only model.",
+            "Without MODEL= it serves every model that has no entry of its own.",
         ),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address of the client port.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address of the client port.", show_default="0.0.0.0")] = None,
     port: Annotated[int | None, typer.Option(help="Client port.", show_default="8000")] = None,
-    admin_host: Annotated[str | None, typer.Option(help="Address of the admin port.")] = None,
+    admin_host: Annotated[str | None, typer.Option(help="Address of the admin port.", show_default="127.0.0.1")] = None,
     admin_port: Annotated[
         int | None, typer.Option(help="Admin port: metrics, decisions, explain.", show_default="8001")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Routing policy.", show_default="seconds")] = None,
-    log: Annotated[str | None, typer.Option(help="Form of the log on stderr: json or console.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"Routing policy: {', '.join(POLICIES)}.", show_default="seconds")
+    ] = None,
+    log: Annotated[
+        str | None, typer.Option(help="Form of the log on stderr: json or console.", show_default="json")
+    ] = None,
 ) -> None:
     """Run the gateway.
 
     Try it without GPUs: `kvgate engine` in one terminal, `kvgate serve --worker http://127.0.0.1:9001` in
-    another, then send any OpenAI request to http://127.0.0.1:8000/v1.
+    another, then send any OpenAI request to http://127.0.0.1:8000/v1. What has no flag stands in the file.
+    SIGTERM lets open requests finish; a second one ends at once.
     """
     from gateway.cli.serve import run
 
@@ -107,6 +113,7 @@ def explain(
 ) -> None:
     """Show where a request would go and why, without running it.
 
+    Asks a running gateway. With an admin token, give the gateway's --config or set KVGATE_AUTH__ADMIN_TOKEN.
     Every worker's terms are in seconds and the lowest cost wins. Example:
 
     echo '{"model": "demo", "messages": [{"role": "user", "content": "hi"}]}' | kvgate explain -
@@ -135,7 +142,7 @@ def _read(path: Path) -> bytes:
 def engine(
     port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = 9001,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    name: Annotated[str, typer.Option(help="Shown in its answers to /sim/state.")] = "engine",
+    name: Annotated[str, typer.Option(help="Shown at /sim/state.")] = "engine",
     model: Annotated[str, typer.Option(help="Name of the model it serves.")] = "demo",
     preset: Annotated[str, typer.Option(help="Speeds and cache size: demo, 8b, 7b-a10, 70b, 70b-bigkv.")] = "demo",
     kv_tokens: Annotated[int | None, typer.Option(help="Cache size in tokens.", show_default="the preset's")] = None,
@@ -147,10 +154,11 @@ def engine(
     events_port: Annotated[int, typer.Option(help="Port of the KV events; 0 takes a free one.")] = 0,
     replay_port: Annotated[int, typer.Option(help="Port of the event replay; 0 takes a free one.")] = 0,
 ) -> None:
-    """Run one simulated vLLM worker: real HTTP, streams, metrics and KV events, no GPU and no weights.
+    """Run one simulated vLLM worker, without a GPU.
 
-    It keeps a paged cache like vLLM's, spends the time a prefill would take, and answers with made-up words.
-    GET /sim/state shows what it holds; POST /sim/fault makes it misbehave.
+    Real HTTP, streams, metrics and KV events; no weights. It keeps a paged cache like vLLM's, spends the time a
+    prefill would take, and answers with made-up words.
+    GET /sim/state shows what it holds; POST /sim/fault makes it misbehave, with a body such as {"kind": "restart"}.
     """
     from gateway.cli.engine import run
     from gateway.sim.host import EngineSettings
@@ -181,7 +189,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Another number gives other conversations.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the figures, as one JSON object.")] = False,
 ) -> None:
-    """Show what cache-aware routing is worth, in a minute, without a GPU.
+    """Show what cache-aware routing is worth, without a GPU.
 
     Two equal fleets of simulated engines get the same multi-turn conversations at the same moments: one behind a
     gateway with the policy `seconds`, one behind a gateway that goes round robin. Shown are the hit rate and the time

@@ -25,7 +25,12 @@ def run(body: bytes, *, admin: str, path: str, headers: dict[str, str], as_json:
             timeout=_TIMEOUT_S,
         )
     except httpx.HTTPError as error:
-        typer.echo(f"kvgate: no gateway answers at {admin}: {error}. Is `kvgate serve` running?", err=True)
+        typer.echo(
+            f"kvgate: no gateway answers at {admin}: {error}; is `kvgate serve` running, and is "
+            "--admin its admin port, "
+            "such as http://127.0.0.1:8001?",
+            err=True,
+        )
         return 1
     if answer.status_code != 200:
         typer.echo(f"kvgate: {_message(answer)}", err=True)
@@ -37,9 +42,16 @@ def run(body: bytes, *, admin: str, path: str, headers: dict[str, str], as_json:
     return 0
 
 
+_HINTS = {
+    "invalid_admin_token": "; explain sends the one of --config or KVGATE_AUTH__ADMIN_TOKEN",
+    "not_found": "; --admin takes the address of the admin port",
+}
+
+
 def _message(answer: httpx.Response) -> str:
     try:
-        return str(answer.json()["error"]["message"])
+        error = answer.json()["error"]
+        return f"{error['message']}{_HINTS.get(error['code'], '')}"
     except (ValueError, KeyError, TypeError):
         return f"the admin port answered {answer.status_code}"
 

@@ -25,7 +25,8 @@ def run(settings: Settings, *, tokenizers: list[str]) -> int:
         settings = with_tokenizers(settings, tokenizers)
     if not settings.workers:
         typer.echo(
-            "kvgate: no workers: give --worker URL, `workers` in the file, or add them on the admin port", err=True
+            "kvgate: no workers yet: give --worker URL, `workers` in the file, or POST them to /admin/workers",
+            err=True,
         )
     telemetry = settings.telemetry
     logs = set_up_logging(form=telemetry.log, level=telemetry.log_level, stream=sys.stderr.buffer, wall=time.time)  # noqa: TID251
