@@ -330,12 +330,24 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
+_BRANCHES = frozenset({"constrained-float", "float", "literal['auto']"})
+_PLAIN_WORDS = {
+    "missing": "is missing",
+    "tuple_type": "expected a list, each entry behind a `-`",
+    "model_type": "expected keys, such as `port: 8000` in a section",
+    "path_type": "expected a path",
+    "string_pattern_mismatch": "expected 1 to 64 letters, digits, dots, dashes or underscores",
+}
+"""What pydantic says in words of its own, by type of error."""
+
+
 def _explain(error: dict[str, Any]) -> str:
-    loc = [str(part) for part in error["loc"] if part not in ("constrained-float", "float", "literal['auto']")]
+    loc = [str(part) for part in error["loc"] if part not in _BRANCHES]
     path = ".".join(loc) or "settings"
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key{_near(loc[-1], _keys_at(loc[:-1]))}"
-    return f"{path}: {error['msg'].removeprefix('Value error, ')}"
+    said = _PLAIN_WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
+    return f"{path}: {said}"
 
 
 def _keys_at(path: list[str]) -> set[str]:
