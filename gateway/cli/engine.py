@@ -18,7 +18,10 @@ def run(settings: EngineSettings) -> int:
     """Serve until a signal; the exit code: 0, or 2 when it cannot start."""
     try:
         uvloop.run(_serve(settings))
-    except (OSError, ValueError, zmq.ZMQError) as error:
+    except OSError as error:
+        typer.echo(f"kvgate: {error}; choose another --port or --host", err=True)
+        return 2
+    except (ValueError, zmq.ZMQError) as error:
         typer.echo(f"kvgate: {error}", err=True)
         return 2
     return 0
