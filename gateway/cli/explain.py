@@ -26,9 +26,8 @@ def run(body: bytes, *, admin: str, path: str, headers: dict[str, str], as_json:
         )
     except httpx.HTTPError as error:
         typer.echo(
-            f"kvgate: no gateway answers at {admin}: {error}; is `kvgate serve` running, and is "
-            "--admin its admin port, "
-            "such as http://127.0.0.1:8001?",
+            f"kvgate: no gateway answers at {admin}: {error}. Is `kvgate serve` running? "
+            "--admin takes its admin port, such as http://127.0.0.1:8001",
             err=True,
         )
         return 1
