@@ -128,7 +128,7 @@ def errors_page() -> str:
     ]
     for module in _RAISING:
         importlib.import_module(module)
-    for cls in sorted(_tree(errors.GatewayError), key=lambda cls: (cls.status, cls.__name__)):
+    for cls in sorted(_tree(errors.GatewayError), key=lambda cls: (cls.status, cls.__name__, cls.__module__)):
         first = (cls.__doc__ or "").strip().splitlines()[0]
         retried = "yes" if cls.retryable else "no"
         lines.append(f"| {cls.__name__} | {cls.status} | `{cls.type}` | `{cls.code}` | {retried} | {first} |")
