@@ -229,6 +229,12 @@ class Settings(BaseSettings):
         names = [w.name for w in self.workers if w.name]
         for name in {n for n in names if names.count(n) > 1}:
             raise ValueError(f"workers: the name {name!r} is used twice")
+        urls = [w.url for w in self.workers]
+        for url in {url for url in urls if urls.count(url) > 1}:
+            raise ValueError(f"workers: {url} is given twice")
+        server = self.server
+        if server.port and server.port == server.admin_port:
+            raise ValueError(f"server: port and admin_port are both {server.port}; choose another admin_port")
         served = [n for m in self.models for n in (m.name, *m.aliases)]
         for name in {n for n in served if served.count(n) > 1}:
             raise ValueError(f"models: the name {name!r} is used twice")
@@ -324,8 +330,10 @@ def _read_environ(env: Mapping[str, str]) -> dict[str, Any]:
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
     for key, value in more.items():
         have = into.get(key)
-        if isinstance(have, dict) and isinstance(value, Mapping):
-            _merge(have, value)
+        if isinstance(value, Mapping) and have is not None:
+            if isinstance(have, dict):
+                _merge(have, value)
+            # Else the earlier source has a plain value where a section belongs: kept, so that it is refused by name.
         else:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 

@@ -331,10 +331,18 @@ class DecisionAnswer(BaseModel):
         )
 
 
+class JoiningAnswer(BaseModel):
+    """A worker that was asked for and has not joined; `error` says why its last probe failed."""
+
+    id: str
+    error: str | None
+
+
 class WorkerList(BaseModel):
-    """All workers, by name."""
+    """All workers, by name; `joining` are those that have not answered yet."""
 
     workers: list[WorkerAnswer]
+    joining: list[JoiningAnswer]
 
 
 class PoolList(BaseModel):

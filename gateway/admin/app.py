@@ -30,6 +30,7 @@ from gateway.admin.answers import (
     ErrorAnswer,
     Health,
     IndexAnswer,
+    JoiningAnswer,
     PoolAnswer,
     PoolList,
     Readiness,
@@ -163,7 +164,12 @@ def _reading(views: AdminViews) -> APIRouter:
             workers=[
                 WorkerAnswer.of(worker, readings.get(name), feeds.get(name), now)
                 for name, worker in sorted(fleet.workers.items())
-            ]
+            ],
+            joining=[
+                JoiningAnswer(id=name, error=reading.error)
+                for name, reading in sorted(readings.items())
+                if name not in fleet.workers
+            ],
         )
 
     @routes.get("/admin/workers/{worker_id}")

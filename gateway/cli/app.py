@@ -105,7 +105,9 @@ def explain(
     body: Annotated[
         Path, typer.Argument(help="File with the request body as JSON; - reads standard input.", allow_dash=True)
     ],
-    admin: Annotated[str, typer.Option(help="Admin address of the running gateway.")] = "http://127.0.0.1:8001",
+    admin: Annotated[
+        str | None, typer.Option(help="Admin address of the running gateway.", show_default="from the configuration")
+    ] = None,
     path: Annotated[str, typer.Option(help="Inference path the body is for.")] = "/v1/chat/completions",
     session: Annotated[str | None, typer.Option(help="Session id, as x-session-id would carry it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the decision as JSON.")] = False,
@@ -127,7 +129,10 @@ def explain(
         headers["authorization"] = f"Bearer {settings.auth.admin_token.get_secret_value()}"
     if session is not None:
         headers[settings.routing.affinity.header] = session
-    raise typer.Exit(run(text, admin=admin, path=path, headers=headers, as_json=as_json))
+    admin = admin or f"http://{settings.server.admin_host}:{settings.server.admin_port}"
+    raise typer.Exit(
+        run(text, admin=admin if "://" in admin else f"http://{admin}", path=path, headers=headers, as_json=as_json)
+    )
 
 
 def _read(path: Path) -> bytes:
@@ -140,19 +145,23 @@ def _read(path: Path) -> bytes:
 
 @app.command()
 def engine(
-    port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = 9001,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port; 0 takes a free one.")] = 9001,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     name: Annotated[str, typer.Option(help="Shown at /sim/state.")] = "engine",
     model: Annotated[str, typer.Option(help="Name of the model it serves.")] = "demo",
     preset: Annotated[str, typer.Option(help="Speeds and cache size: demo, 8b, 7b-a10, 70b, 70b-bigkv.")] = "demo",
-    kv_tokens: Annotated[int | None, typer.Option(help="Cache size in tokens.", show_default="the preset's")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
-    speed: Annotated[float, typer.Option(help="Divides all times: 2 is twice as fast.")] = 1.0,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Cache size in tokens, one block at least.", show_default="the preset's")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, max=65_536, help="Tokens a block.")] = 16,
+    speed: Annotated[float, typer.Option(min=0.001, help="Divides all times: 2 is twice as fast.")] = 1.0,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer directory.", show_default="the demo model's")
     ] = None,
-    events_port: Annotated[int, typer.Option(help="Port of the KV events; 0 takes a free one.")] = 0,
-    replay_port: Annotated[int, typer.Option(help="Port of the event replay; 0 takes a free one.")] = 0,
+    events_port: Annotated[int, typer.Option(min=0, max=65_535, help="Port of the KV events; 0 takes a free one.")] = 0,
+    replay_port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port of the event replay; 0 takes a free one.")
+    ] = 0,
 ) -> None:
     """Run one simulated vLLM worker, without a GPU.
 

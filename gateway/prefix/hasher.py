@@ -152,6 +152,11 @@ class PromptHasher:
             encoded_chars=self.encoded_chars,
         )
 
+    @property
+    def renders_chats(self) -> bool:
+        """A chat template is there."""
+        return bool(self._templates)
+
     def token_ids(self, request: InferenceRequest) -> tuple[Sequence[int], ...] | None:
         """Token ids of each of a request's prompts, encoded whole and without caches; None when they cannot be known.
 

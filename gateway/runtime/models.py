@@ -43,10 +43,8 @@ class Tokenizers:
     def load_configured(self) -> None:
         """Read every configured tokenizer. Raises ConfigError naming the entry that cannot be read."""
         for model in {id(m): m for m in self._configured.values()}.values():
-            if model.name == ANY_MODEL:
-                continue
             try:
-                hasher = self._load(model.name, model.tokenizer, model)
+                hasher = self._load(model.tokenizer, model)
             except _UNREADABLE as error:
                 raise ConfigError([f"models.{model.name}: {error}"]) from error
             for name in (model.name, *model.aliases):
@@ -80,10 +78,12 @@ class Tokenizers:
             self._hashers.setdefault(name, hasher)
 
     def _discover(self, model: str, facts: WorkerFacts) -> PromptHasher:
-        settings = self._configured.get(ANY_MODEL)
-        directory = settings.tokenizer if settings is not None else _readable(facts.root)
+        for_all = self._hashers.get(ANY_MODEL)
+        if for_all is not None:
+            return for_all
+        directory = _readable(facts.root)
         try:
-            hasher = self._load(model, directory, settings, facts.engine)
+            hasher = self._load(directory, None, facts.engine)
         except _UNREADABLE as error:
             self._log.warning("tokenizer cannot be used", model=model, directory=str(directory), reason=str(error))
             return PromptHasher.load(None, engine=facts.engine)
@@ -98,7 +98,7 @@ class Tokenizers:
         return hasher
 
     def _load(
-        self, model: str, directory: Path | None, settings: ModelSettings | None, engine: EngineKind = EngineKind.VLLM
+        self, directory: Path | None, settings: ModelSettings | None, engine: EngineKind = EngineKind.VLLM
     ) -> PromptHasher:
         template = settings.chat_template if settings is not None else None
         return PromptHasher.load(

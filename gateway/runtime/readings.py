@@ -12,7 +12,10 @@ from gateway.telemetry import FeedReading, IndexReading, WorkerReading
 from gateway.upstream.http import Upstream
 from gateway.upstream.membership import Member, Membership
 
-_STATES = tuple(state.value for state in WorkerState)
+JOINING = "joining"
+"""Asked for, and has not answered yet."""
+
+_STATES = (JOINING, *(state.value for state in WorkerState))
 
 
 class GatewayReadings:
@@ -36,6 +39,9 @@ class GatewayReadings:
     def workers(self) -> Iterable[WorkerReading]:
         """Every worker of the fleet."""
         now = self._clock()
+        for name, waiting in self._membership.members.items():
+            if name not in self._fleet.workers:
+                yield WorkerReading(name, JOINING, _STATES, 0, 0, 0, error=waiting.error)
         for worker in self._fleet.workers.values():
             load, member = worker.load, self._membership.members.get(worker.id)
             poller = member.poller if member is not None else None
@@ -53,6 +59,7 @@ class GatewayReadings:
                 blocks={tier: self._index.resident(worker.slot, tier) for tier in Tier},
                 polls_ok=poller.counts.ok if poller is not None else 0,
                 polls_failed=poller.counts.failed if poller is not None else 0,
+                error=member.error if member is not None else None,
             )
 
     def feeds(self) -> Iterable[FeedReading]:

@@ -60,6 +60,7 @@ class Exposition:
         page.family(m.ROUTE_PREDICTIONS, [((worker,), n) for worker, n in requests.predictions.items()])
         page.family(m.ROUTE_MISSES, requests.misses.items())
         page.family(m.AFFINITY, [((result,), n) for result, n in requests.affinity.items()])
+        page.family(m.REQUEST_RESULTS, requests.results.items())
         page.family(m.RETRIES, [((reason,), n) for reason, n in requests.retries.items()])
 
 

@@ -91,6 +91,13 @@ AFFINITY = _spec(
     ("result",),
     "Requests by what became of their session: none, new, kept on its worker, moved.",
 )
+REQUEST_RESULTS = _spec(
+    "request_results_total",
+    Kind.COUNTER,
+    ("worker", "result"),
+    "How requests ended: completed, client_gone, worker_failed (streams that broke after code 200 too), timed_out, "
+    "refused, shut_down.",
+)
 RETRIES = _spec(
     "retries_total",
     Kind.COUNTER,
@@ -164,6 +171,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ROUTE_PREDICTIONS,
     ROUTE_MISSES,
     AFFINITY,
+    REQUEST_RESULTS,
     RETRIES,
     WORKER_STATE,
     WORKER_INFLIGHT_REQUESTS,

@@ -20,6 +20,7 @@ class WorkerReading:
 
     `waiting_requests` and `kv_usage` are the worker's own words, None before its first load sample; `load_age_s` is
     the sample's age. `open_streams` counts the edge's open exchanges with the worker: leases minus these must be 0.
+    `error` is why the last probe failed, for operators.
     """
 
     worker: WorkerId
@@ -35,6 +36,7 @@ class WorkerReading:
     blocks: Mapping[Tier, int] = field(default_factory=dict)
     polls_ok: int = 0
     polls_failed: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

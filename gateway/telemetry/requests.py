@@ -96,6 +96,8 @@ class RequestMetrics:
         self.misses: dict[tuple[WorkerId, str], int] = {}
         self.affinity: dict[str, int] = {}
         self.retries: dict[str, int] = {}
+        self.results: dict[tuple[str, str], int] = {}
+        """By (worker, result): a stream that was cut has code 200, and `worker_failed` here."""
 
     def series(self) -> Iterator[RequestSeries]:
         """Every series there is."""
@@ -107,6 +109,8 @@ class RequestMetrics:
         series = self._series.get((outcome.model, outcome.pool, worker)) or self._open(outcome)
         status = outcome.status
         series.codes[status] = series.codes.get(status, 0) + 1
+        ended = (series.labels[2], outcome.result)
+        self.results[ended] = self.results.get(ended, 0) + 1
         series.seconds.observe(outcome.ended_at - outcome.started_at)
         if outcome.ttft_s is not None:
             series.ttft.observe(outcome.ttft_s)
@@ -145,6 +149,8 @@ class RequestMetrics:
         for key in [key for key in self._series if key[2] == worker]:
             del self._series[key]
         self.predictions.pop(worker, None)
+        for ended in [ended for ended in self.results if ended[0] == worker]:
+            del self.results[ended]
         for miss in [miss for miss in self.misses if miss[0] == worker]:
             del self.misses[miss]
 

@@ -33,9 +33,11 @@ class _Tokenized(msgspec.Struct):
 async def token_differences(
     spec: WorkerSpec, model: str, hasher: PromptHasher, client: ControlClient
 ) -> tuple[str, ...]:
-    """Findings for the operator, none when the ids agree or cannot be compared (no `/tokenize`, no tokenizer here)."""
+    """Findings for the operator; none when the ids agree, or the worker has no `/tokenize` to compare with."""
     if hasher.tokenizer is None:
-        return ()
+        return ("no tokenizer for this model here, so text prompts have no prefix blocks: set models[].tokenizer",)
+    if not hasher.renders_chats:
+        return ("no chat template for this model here, so chats have no prefix blocks: set models[].chat_template",)
     asks: tuple[tuple[str, Prompt, dict[str, object]], ...] = (
         ("text", TextPrompt((_TEXT,), add_special_tokens=False), {"prompt": _TEXT, "add_special_tokens": False}),
         ("chat", ChatPrompt(_MESSAGES), {"messages": _MESSAGES, "add_generation_prompt": True}),

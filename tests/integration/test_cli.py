@@ -167,6 +167,9 @@ def test_demo_prints_figures(tmp_path: Path) -> None:
         (["serve", "--worker", "http://a:1", "--tokenizer", "/nowhere"], "no tokenizer.json in /nowhere"),
         (["serve", "--worker", "http://a:1", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
         (["engine", "--preset", "huge"], "unknown preset"),
+        (["engine", "--port", "99999"], "99999 is not in the range"),
+        (["engine", "--block-size", "0"], "0 is not in the range"),
+        (["serve", "--worker", "http://a:1", "--port", "8100", "--admin-port", "8100"], "both 8100"),
         (["explain", "none.json"], "none.json"),
     ],
 )

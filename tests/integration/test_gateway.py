@@ -138,6 +138,17 @@ async def test_predicted_and_delivered_stand_side_by_side() -> None:
         assert (outcome["delivered_tokens"], outcome["missed_tokens"]) == (0, predicted)
 
 
+async def test_a_stream_that_breaks_is_counted_though_its_code_was_200() -> None:
+    async with rig(1) as r:
+        r.engines[0].fault(Fault(FaultKind.CUT, times=1, after=2))
+        answer = await r.http.post("/v1/completions", json={"model": "demo", "prompt": "a", "stream": True})
+        assert answer.status_code == 200
+        assert '"error"' in answer.text
+        assert "[DONE]" not in answer.text
+        metrics = (await r.http.get(r.ports.admin_url + "/metrics")).text
+        assert 'kvgate_request_results_total{worker="w1",result="worker_failed"} 1' in metrics
+
+
 async def test_explain_decides_without_doing() -> None:
     async with rig(2) as r:
         worker, _, _ = await cached(r, chat("a"))
@@ -156,6 +167,13 @@ async def test_a_worker_that_comes_up_late_joins_and_one_that_is_down_does_no_ha
     async with rig(1) as r:
         r.gateway.membership.expect(_spec("dead", "http://127.0.0.1:9"))
         await until(lambda: r.gateway.membership.members[_name("dead")].error is not None)
+        joining = (await r.admin("/admin/workers"))["joining"]
+        assert [row["id"] for row in joining] == ["dead"]
+        assert "is the worker running" in joining[0]["error"]
+        assert (
+            'kvgate_worker_state{worker="dead",state="joining"} 1'
+            in (await r.http.get(r.ports.admin_url + "/metrics")).text
+        )
         assert (await cached(r, chat("a")))[0] == "w1"
         answer = await r.http.post(
             r.ports.admin_url + "/admin/workers", json={"url": "http://127.0.0.1:9", "name": "x"}

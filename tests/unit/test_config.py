@@ -60,6 +60,8 @@ def test_nested_environment_and_json_lists() -> None:
         ("workers: [{url: 'ftp://a'}]", "is no worker URL"),
         ("workers: [{url: 'http://a:1', kv_events: 'a:5557'}]", "expected `auto`, `off` or an endpoint"),
         ("workers: [{url: 'http://a:1', name: w}, {url: 'http://b:1', name: w}]", "'w' is used twice"),
+        ("workers: [{url: 'http://a:1'}, {url: 'http://a:1/'}]", "http://a:1 is given twice"),
+        ("server: {port: 8100, admin_port: 8100}", "port and admin_port are both 8100"),
         ("models: [{name: m}, {name: n, aliases: [m]}]", "'m' is used twice"),
         ("- a", "expected sections"),
         ("server: [", "no valid YAML"),
@@ -67,6 +69,12 @@ def test_nested_environment_and_json_lists() -> None:
 )
 def test_a_mistake_names_its_key(tmp_path: Path, text: str, said: str) -> None:
     assert said in problems_of(path=write(tmp_path, text), environ={})
+
+
+def test_a_value_where_a_section_belongs_is_refused_though_flags_fill_the_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "server: 3\n")
+    assert "server: " in problems_of(path=path, environ={}, overrides={"server": {"port": 1}})
+    assert "server: " in problems_of(path=path, environ={}, overrides={"server": {}})
 
 
 def test_unknown_environment_keys_are_refused() -> None:
@@ -109,7 +117,7 @@ def test_worker_urls(given: str, url: str) -> None:
 
 
 def test_default_names_are_distinct() -> None:
-    given = [{"url": "http://a:1"}, {"url": "http://a:1", "name": "w1"}, {"url": "http://c:1"}]
+    given = [{"url": "http://a:1"}, {"url": "http://b:1", "name": "w1"}, {"url": "http://c:1"}]
     settings = load(environ={}, overrides={"workers": given})
     assert [spec.name for spec in settings.worker_specs()] == ["w2", "w1", "w3"]
     assert default_worker_name({"w1", "w3"}) == "w2"
