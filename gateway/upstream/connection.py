@@ -299,7 +299,9 @@ class Connection(asyncio.Protocol):
     # ---------------------------------------------------------------- parser callbacks
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        if self._head is None:
+            self._headers.append((name, value))
+        # Else a trailer: not passed on, and no header of the next answer on this connection.
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -292,6 +292,22 @@ async def test_a_second_answer_nobody_asked_for_is_not_passed_on() -> None:
         await client.close()
 
 
+@both_loops
+async def test_trailers_are_no_headers_of_the_next_answer() -> None:
+    trailers = b"set-cookie: sid=1\r\nx-leak: secret\r\n"
+
+    def script(call: Call) -> None:
+        call.begin_stream(TOKEN)
+        call.send(b"0\r\n" + trailers + b"\r\n")
+
+    async with relay(script) as r:
+        for _ in range(2):
+            answer = await r.ask(post(ask(stream=True)))
+            assert answer.body == TOKEN
+            assert not {"set-cookie", "x-leak"} & set(answer.headers)
+        assert r.workers[0].accepted == 1
+
+
 # --------------------------------------------------------------------------- connections
 
 
