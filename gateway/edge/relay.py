@@ -6,8 +6,8 @@ Rules:
 2. The body is what the worker sent. Its framing is chosen for the client: the same length where the worker gave one,
    chunks for HTTP/1.1, connection close for HTTP/1.0.
 3. The only event ever taken out of a stream is the usage event that the gateway asked for.
-4. A broken stream of events ends with one error event and never with `[DONE]`; any other broken body is cut, so that
-   its framing shows that it is not whole.
+4. A broken stream of events ends with one error event and never with `[DONE]`; any other broken body, and one with a
+   stated length, is cut, so that its framing shows that it is not whole.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Relay:
         "_owner",
         "_success",
         "_tail",
+        "_tells",
         "_write",
         "chunks",
         "closes",
@@ -103,6 +104,8 @@ class Relay:
         self._tail = AnswerTail(endpoint, stream=self._events) if self._success and self._filter is None else None
         framing = self._framing(fields, http_1_0=http_1_0)
         self._chunked = framing is Framing.CHUNKED
+        self._tells = self._events and framing is not Framing.LENGTH
+        """A last event fits in; behind a stated length it would pass for a part of the answer."""
         self.closes = framing is Framing.CLOSE or not keep_alive
         """The client's connection ends with this answer."""
         self._head = self._client_head(fields, framing, receipts)
@@ -190,7 +193,7 @@ class Relay:
 
     def on_failure(self, error: WorkerError, now: float) -> None:
         """The answer broke off: tell the client in the stream, or let it see that the body is cut."""
-        if self._events:
+        if self._tells:
             # A half event is ended first, so that the error is an event of its own.
             whole = self._filter is not None or self._tail is None or self._tail.ends_with(b"\n\n")
             lead = b"" if whole else b"\n\n"
@@ -199,7 +202,7 @@ class Relay:
                 event = chunk(event) + _LAST_CHUNK
             self._write(self._head + event)
             self._head = b""
-        self._owner.broken(error, told=self._events, now=now)
+        self._owner.broken(error, told=self._tells, now=now)
 
     def on_stalled_reader(self, now: float) -> None:
         """Passed on: only the exchange can give up a client."""

@@ -197,6 +197,23 @@ async def test_a_broken_anthropic_stream() -> None:
 
 
 @both_loops
+async def test_a_broken_stream_with_a_stated_length_is_cut() -> None:
+    """An error event would fill it up and pass for the end of the answer."""
+
+    def script(call: Call) -> None:
+        call.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 70\r\n\r\n" + TOKEN)
+        call.close()
+
+    async with relay(script) as r:
+        client = await r.client()
+        client.send(post(ask(stream=True, more=b',"stream_options":{"include_usage":true}')))
+        _, headers = await client.head()
+        assert headers["content-length"] == "70"
+        assert await client.rest() == TOKEN
+        await until(r.quiet)
+
+
+@both_loops
 async def test_a_broken_plain_answer_is_cut() -> None:
     def short(call: Call) -> None:
         call.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
