@@ -136,7 +136,7 @@ def answer_fields(headers: Headers, *, without_request_id: bool) -> AnswerFields
             if lower == b"content-length":
                 content_length = value
             elif lower == b"transfer-encoding":
-                coding = value.lower()
+                coding = b", ".join(filter(None, (coding, value.strip().lower())))
             elif lower == b"connection":
                 named |= _named(value)
             continue
