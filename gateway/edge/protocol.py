@@ -73,6 +73,8 @@ class ClientProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._long_head = False
         """The head may be above its limit: worth adding up."""
+        self._moved = False
+        """The bytes just read brought some of a body, or a new request."""
         self._body_bytes = 0
         self._upgrading = False
         self._last_is_exchange = False
@@ -149,11 +151,9 @@ class ClientProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         phase = self._phase
         self._long_head = self._head_bytes + len(data) > self._limits.max_header_bytes
+        self._moved = False
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._without_upgrade(data[upgrade.args[0] :])
-            return
+            self._feed(data)
         except httptools.HttpParserError as error:
             self._refuse(_refusal_of(error))
             return
@@ -163,6 +163,22 @@ class ClientProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._long_head:
                 self._refuse(HeaderTooLarge("the request head is too large"))
+        elif self._phase is _Phase.BODY and phase is _Phase.BODY:
+            # Chunk extensions and trailers, which the parser keeps, are no part of the body that is counted.
+            self._head_bytes = 0 if self._moved else self._head_bytes + len(data)
+            if self._head_bytes > self._limits.max_header_bytes:
+                self._refuse(HeaderTooLarge("what stands around the request body is too large"))
+
+    def _feed(self, data: bytes) -> None:
+        """Give bytes to the parser; raises its errors. A loop, because each of many requests may offer an upgrade."""
+        rest = memoryview(data)
+        while self._phase is not _Phase.CLOSING:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+            self._without_upgrade()
 
     def _set_deadline(self) -> None:
         match self._phase:
@@ -177,7 +193,7 @@ class ClientProtocol(HttpToolsProtocol):
             case _Phase.CLOSING:
                 self.deadline = self._edge.clock() + self._limits.linger_s
 
-    def _without_upgrade(self, rest: bytes) -> None:
+    def _without_upgrade(self) -> None:
         """Upgrades are not offered: read the request again as if none had been asked (RFC 9110 7.8).
 
         Java's client asks for h2c with every first request; the parser stops at the end of such a head.
@@ -197,7 +213,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._upgrading = False
-        self._parse(head + rest)
+        self.parser.feed_data(head)
 
     # ---------------------------------------------------------------- parser callbacks
 
@@ -205,7 +221,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
-        self._mid_message = True
+        self._mid_message = self._moved = True
         self._head_bytes = 0
         if self._phase is not _Phase.CLOSING:
             self._phase = _Phase.HEAD
@@ -218,19 +234,22 @@ class ClientProtocol(HttpToolsProtocol):
         ):
             raise HeaderTooLarge("the request head is too large")
         self._phase = _Phase.BODY
+        self._head_bytes = 0
         if self.parser.should_upgrade():
             self._upgrading = True
             return
         endpoint = _ENDPOINTS.get(self.url)
         target = self.url
         if endpoint is None:
-            endpoint, target = _endpoint_of(self.url)
+            endpoint, self.url = _endpoint_of(self.url)
+            target = self.url
         if endpoint is None or self.parser.get_method() != b"POST":
             self._begin_asgi()
         else:
             self._begin_exchange(endpoint, target)
 
     def on_body(self, body: bytes) -> None:
+        self._moved = True
         exchange = self._receiving
         if exchange is not None:
             self._body_bytes += len(body)
@@ -404,11 +423,14 @@ def client_protocol(edge: Edge) -> type[HttpToolsProtocol]:
 
 
 def _endpoint_of(url: bytes) -> tuple[Endpoint | None, bytes]:
-    """The endpoint of a request target with a query or in absolute form, and the target in origin form."""
+    """The endpoint of a request target with a query or in absolute form, and the target in origin form.
+
+    Raises BadRequest for what only looks like a target to the parser.
+    """
     try:
         parsed = httptools.parse_url(url)
-    except httptools.HttpParserInvalidURLError:
-        return None, url
+    except httptools.HttpParserInvalidURLError as error:
+        raise BadRequest("the request target is not a valid URL", code="invalid_http") from error
     path = parsed.path or b"/"
     return _ENDPOINTS.get(path), path + b"?" + parsed.query if parsed.query else path
 

@@ -427,6 +427,17 @@ async def test_an_offered_upgrade_is_ignored() -> None:
 
 
 @both_loops
+async def test_many_offered_upgrades_in_one_read() -> None:
+    async with relay(answers(OK)) as r:
+        client = await r.client()
+        client.send(b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 1_200)
+        for _ in range(1_200):
+            assert (await client.answer()).status == 200
+        client.send(post(ask()))
+        assert (await client.answer()).body == OK
+
+
+@both_loops
 async def test_a_stale_kept_connection_costs_nothing() -> None:
     """The worker closes it when the next request arrives, before any byte of an answer."""
     served = 0

@@ -285,6 +285,9 @@ REFUSED: Sequence[tuple[str, bytes, int, str]] = (
     ("long_header", b"POST /v1/completions HTTP/1.1\r\nx: " + b"y" * 70_000 + b"\r\n\r\n", 431, "header_too_large"),
     ("endless_header", b"POST /v1/completions HTTP/1.1\r\nx: " + b"y" * 70_000, 431, "header_too_large"),
     ("many_headers", b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 40_000 + b"\r\n", 431, "header_too_large"),
+    ("long_target", b"GET /" + b"y" * 66_000 + b" HTTP/1.1\r\n\r\n", 400, "invalid_http"),
+    ("no_host", b"POST http:///v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}", 400, "invalid_http"),
+    ("no_such_port", b"GET http://x:99999/health HTTP/1.1\r\n\r\n", 400, "invalid_http"),
     ("connect", b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400, "bad_request"),
 )  # fmt: skip
 
@@ -329,6 +332,37 @@ async def test_bad_bodies_are_refused_and_the_connection_lives() -> None:
 def await_calls(r: RelayRig, expected: int) -> bool:
     """True when the worker saw another number of requests."""
     return len(r.workers[0].calls) != expected
+
+
+@both_loops
+@pytest.mark.parametrize("piece", [b"x-a: b\r\n" * 1_000, b"y" * 8_000], ids=["many", "one"])
+async def test_endless_trailers_are_refused(piece: bytes) -> None:
+    async with relay(answers(OK)) as r:
+        client = await r.client()
+        client.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: "
+        )
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            client.send(piece)
+        answer = await client.answer()
+        assert (answer.status, error_of(answer.body)["code"]) == (431, "header_too_large")
+        await until(r.quiet)
+
+
+@both_loops
+async def test_a_body_in_very_small_chunks_is_no_endless_trailer() -> None:
+    body = ask(more=b',"pad":"' + b"p" * 12_000 + b'"')
+    async with relay(answers(OK), limits=EdgeLimits(max_header_bytes=1024)) as r:
+        client = await r.client()
+        client.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n")
+        for at in range(len(body)):
+            client.send(b"1\r\n%c\r\n" % body[at])
+            if at % 500 == 0:
+                await asyncio.sleep(0.002)
+        client.send(b"0\r\n\r\n")
+        assert (await client.answer()).body == OK
+        assert r.workers[0].calls[0].body == body
 
 
 @both_loops
