@@ -55,6 +55,9 @@ MAX_MESSAGES = 20_000
 """More than any conversation; a template runs over all of them, at 4 us each and more."""
 MAX_PROMPTS = 4_096
 """Texts or token lists of one request; each takes about 2 KB while the request is worked on."""
+MAX_NEW_CHARS = 4_000_000
+"""New text of one request, about a million tokens. While the library encodes, a character takes about 150 bytes: a body
+of 16 MB would take 2.5 GB and many seconds."""
 
 _TOOL_CACHE_BYTES = 4 << 20
 
@@ -341,7 +344,10 @@ class PrefixWork:
         tree, cache = hasher.chains, hasher.pieces
         runs = [Run(text, root, tokenizer=tokenizer, tree=tree, cache=cache) for text in texts]
         trail = tokenizer.trail if prompt.add_special_tokens else None
-        if in_thread or sum([run.unknown_chars for run in runs]) <= INLINE_CHARS:
+        new_chars = sum([run.unknown_chars for run in runs])
+        if new_chars > MAX_NEW_CHARS:
+            self._none("too_large")
+        elif in_thread or new_chars <= INLINE_CHARS:
             self._finish(runs, trail)
         else:
             self._later = partial(self._finish, runs, trail)

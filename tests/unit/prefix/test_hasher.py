@@ -18,6 +18,7 @@ from gateway.prefix.hasher import (
     INLINE_CHARS,
     LOOK_UP_INLINE_BYTES,
     LOOK_UP_INLINE_PARTS,
+    MAX_NEW_CHARS,
     MAX_PROMPTS,
 )
 from gateway.prefix.run import MAX_NEW_PIECES
@@ -230,6 +231,15 @@ def test_what_cannot_be_known_has_a_reason(hasher: PromptHasher, fields: dict[st
 def test_too_many_prompts_are_not_looked_at(hasher: PromptHasher, prompt: object) -> None:
     assert reason_of(hasher, completion([prompt] * (MAX_PROMPTS + 1))) == "too_large"
     assert len(blocks_of(hasher, completion([prompt] * MAX_PROMPTS)).chains) == MAX_PROMPTS
+
+
+def test_more_new_text_than_any_model_takes_is_not_encoded(hasher: PromptHasher) -> None:
+    half = MAX_NEW_CHARS // 2 + 1
+    for prompt in ("x " * half, ["x" * half] * 2):
+        work = hasher.begin(completion(prompt), block_size=BLOCK)
+        work.encode()
+        assert (work.blocks().mode, work.blocks().reason) == (PrefixMode.NONE, "too_large")
+    assert hasher.stats().encoded_chars == 0
 
 
 def test_a_text_of_special_tokens_only_brings_few_pieces(hasher: PromptHasher) -> None:
