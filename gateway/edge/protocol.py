@@ -74,7 +74,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._long_head = False
         """The head may be above its limit: worth adding up."""
         self._moved = False
-        """The bytes just read brought some of a body, or a new request."""
+        """The bytes just read brought some of a body, or the end of a request."""
         self._body_bytes = 0
         self._upgrading = False
         self._last_is_exchange = False
@@ -159,7 +159,7 @@ class ClientProtocol(HttpToolsProtocol):
             return
         if self._phase is not phase:
             self._set_deadline()
-        if self._phase is _Phase.HEAD:
+        if self._phase is _Phase.HEAD and not self._moved:
             self._head_bytes += len(data)
             if self._long_head:
                 self._refuse(HeaderTooLarge("the request head is too large"))
@@ -221,7 +221,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
-        self._mid_message = self._moved = True
+        self._mid_message = True
         self._head_bytes = 0
         if self._phase is not _Phase.CLOSING:
             self._phase = _Phase.HEAD
@@ -261,6 +261,7 @@ class ClientProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._moved = True
         if self._upgrading:
             return
         self._mid_message = False

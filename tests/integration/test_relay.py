@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from gateway.edge import EdgeLimits
 from gateway.records import PrefixMode, Result
 from gateway.upstream.connections import Timeouts
 from tests.integration.relay_rig import (
@@ -424,6 +425,18 @@ async def test_an_offered_upgrade_is_ignored() -> None:
         client.send(b"GET /health HTTP/1.1\r\nhost: t\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
         assert (await client.answer()).status == 200
         await client.close()
+
+
+@both_loops
+async def test_many_requests_in_one_read_are_no_long_head() -> None:
+    request = b"GET /health HTTP/1.1\r\nhost: t\r\n\r\n"
+    async with relay(answers(OK), limits=EdgeLimits(max_header_bytes=1024)) as r:
+        client = await r.client()
+        client.send(request * 200 + request[:-3])
+        await asyncio.sleep(0.05)
+        client.send(request[-3:])
+        for _ in range(201):
+            assert (await client.answer()).status == 200
 
 
 @both_loops
