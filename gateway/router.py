@@ -44,6 +44,9 @@ from gateway.records import (
     WorkerId,
 )
 
+_NAME_SHOWN = 128
+"""Characters of a client's model name an error repeats."""
+
 _NAMES_SHOWN = 5
 """Known model names an UnknownModel error lists: enough to see a typo, few enough for one line."""
 
@@ -478,6 +481,7 @@ def _candidates(
 
 def _unknown(model: str, known: Iterable[str]) -> str:
     names = sorted(known)
+    model = model if len(model) <= _NAME_SHOWN else model[:_NAME_SHOWN] + "..."
     if not names:
         return f"model {model!r} is not served: no worker has reported a model yet"
     shown = ", ".join(names[:_NAMES_SHOWN])

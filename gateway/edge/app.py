@@ -35,7 +35,7 @@ def client_app(fleet: Fleet, *, ready: Callable[[], bool], started_unix: int = 0
         for served in fleet.models():
             if served.name == name:
                 return JSONResponse(_model(served, started_unix))
-        raise UnknownModel(f"model {name!r} is not served", param="model")
+        raise UnknownModel("no such model is served; GET /v1/models lists them", param="model")
 
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -30,7 +30,7 @@ from uvicorn.server import ServerState
 
 from gateway.edge.exchange import Exchange
 from gateway.edge.gate import Edge
-from gateway.edge.responses import HeaderTooLarge, InternalError, error_response
+from gateway.edge.responses import HeaderTooLarge, InternalError, UnsupportedCoding, error_response
 from gateway.errors import BadRequest, GatewayError, PayloadTooLarge, RequestTimeout
 from gateway.records import Endpoint
 from gateway.upstream.deadlines import NEVER
@@ -291,6 +291,9 @@ class ClientProtocol(HttpToolsProtocol):
         http_1_0 = self.parser.get_http_version() == "1.0"
         # Trailers of a chunked body come through `on_header` too; they must not reach this request's headers.
         headers, self.headers = self.headers, []
+        for name, value in headers:
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                raise UnsupportedCoding("the only transfer coding of a request is chunked")
         exchange = Exchange(
             self._edge,
             self,

@@ -35,6 +35,14 @@ class HeaderTooLarge(PayloadTooLarge):
     code = "header_too_large"
 
 
+class UnsupportedCoding(GatewayError):
+    """A body in a transfer coding other than chunked (RFC 9112 6.1)."""
+
+    status = 501
+    type = "invalid_request_error"
+    code = "unsupported_transfer_coding"
+
+
 class MethodNotAllowed(GatewayError):
     """The path exists, the method on it does not."""
 

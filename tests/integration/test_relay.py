@@ -65,6 +65,18 @@ async def test_a_chunked_upload_is_sent_on_with_its_length() -> None:
 
 
 @both_loops
+async def test_a_body_in_another_coding_is_refused() -> None:
+    async with relay(answers(OK)) as r:
+        for coding in (b"gzip, chunked", b"gzip"):
+            client = await r.client()
+            client.send(b"POST %b HTTP/1.1\r\nhost: t\r\ntransfer-encoding: %b\r\n\r\n" % (CHAT.encode(), coding))
+            answer = await client.answer()
+            assert answer.status in (400, 501)
+            assert b"error" in answer.body
+        assert r.workers[0].calls == []
+
+
+@both_loops
 async def test_large_bodies_pass_unchanged() -> None:
     """Above the inline limit: parsed in a thread, written without a copy; sent by the client in two parts."""
     body = ask(more=b',"pad":"%b"' % (b"p" * 16_000_000))

@@ -168,6 +168,9 @@ def test_an_unknown_model_names_a_few_that_are_served() -> None:
     bench = Bench(1)
     with pytest.raises(UnknownModel, match=r"'gpt' is not served; there are m$"):
         bench.route([1], model="gpt")
+    with pytest.raises(UnknownModel) as caught:
+        bench.route([1], model="x" * 1_000_000)
+    assert len(caught.value.message) < 300
     with pytest.raises(UnknownModel, match="no worker has reported a model"):
         Bench(0).route([1])
 
