@@ -245,6 +245,7 @@ class Gateway:
 
     async def _flush_log(self, log: RequestLog) -> None:
         while True:
+            await log.wait()
             await asyncio.sleep(_FLUSH_EVERY_S)
             log.flush()
 
@@ -298,25 +299,31 @@ class Gateway:
             timeout_keep_alive=75,
             backlog=_BACKLOG,
         )
-        server = _Server(config)
         started = asyncio.Event()
-        server.on_started = started.set
+        server = _Server(config, started.set)
         name = f"server {listener.getsockname()[1]}"
         self.supervisor.start(name, lambda: server.serve(sockets=[listener]))
         self._stack.push_async_callback(self._end_server, server, name)
         await started.wait()
 
-    async def _end_server(self, server: uvicorn.Server, name: str) -> None:
+    async def _end_server(self, server: _Server, name: str) -> None:
         # Draining is over by now: idle connections are closed, nothing is waited for.
-        server.should_exit = True
         server.force_exit = True
+        server.ended.set()
         await self.supervisor.join(name)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: signals are the command's."""
+    """uvicorn's server without its signal handlers (signals are the command's) and without its clock: it would tick ten
+    times a second to look for the end, and waking an idle process costs more than passing a chunk."""
 
-    on_started: Callable[[], None]
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.on_started = on_started
+        self.ended = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.ended.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -131,6 +132,7 @@ class RequestLog:
         self.lost = 0
         """Lines that could not be written."""
         self._waiting: list[bytes] = []
+        self._some_wait = asyncio.Event()
         self._encode = msgspec.json.Encoder().encode
 
     def record(self, outcome: Outcome) -> None:
@@ -140,6 +142,8 @@ class RequestLog:
             return
         line = _line(outcome, _stamp(self._wall()), "info" if level == logging.INFO else "warning")
         if self._direct is not None:
+            if not self._waiting:
+                self._some_wait.set()
             self._waiting.append(self._encode(line))
             if len(self._waiting) >= MAX_WAITING_LINES:
                 self.flush()
@@ -148,12 +152,17 @@ class RequestLog:
             del fields["time"], fields["level"]  # the logger adds its own
             self._logger.log(level, **fields)
 
+    async def wait(self) -> None:
+        """Until a line waits to be written."""
+        await self._some_wait.wait()
+
     def flush(self) -> None:
-        """Write the lines that wait; to be called every fraction of a second, and at the end."""
+        """Write the lines that wait; to be called a fraction of a second after `wait`, and at the end."""
         stream, lines = self._direct, self._waiting
         if stream is None or not lines:
             return
         self._waiting = []
+        self._some_wait.clear()
         try:
             stream.write(b"\n".join(lines) + b"\n")
             stream.flush()
