@@ -23,7 +23,8 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.records import EngineKind, LoadSample, WorkerId, WorkerSpec
-from gateway.upstream.control import ControlClient, ProbeFailed
+from gateway.upstream.control import Answer, ControlClient, ProbeFailed
+from gateway.upstream.poll_line import PollLine
 
 COUNTER_POLLS = 15
 """SGLang: every this many polls `/metrics` is read too. Its counters only feed averages over minutes."""
@@ -292,6 +293,8 @@ class LoadPoller:
         self._spec = spec
         self._engine = engine
         self._client = client
+        plain = spec.url.startswith("http://")
+        self._line = PollLine(spec.url, api_key=spec.api_key) if plain else None
         self._on_sample = on_sample
         self._random = random
         self._poll_s = poll_s
@@ -302,10 +305,18 @@ class LoadPoller:
 
     async def run(self) -> None:
         """Never returns. The first poll comes after a small part of a period: a fleet's polls do not start as one."""
-        await asyncio.sleep(self._poll_s * self._random.random() * JITTER)
-        while True:
-            await self.poll()
-            await asyncio.sleep(self._poll_s * self._random.uniform(1 - JITTER, 1 + JITTER))
+        try:
+            await asyncio.sleep(self._poll_s * self._random.random() * JITTER)
+            while True:
+                await self.poll()
+                await asyncio.sleep(self._poll_s * self._random.uniform(1 - JITTER, 1 + JITTER))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Drop the kept connection; a later poll opens one."""
+        if self._line is not None:
+            self._line.close()
 
     async def poll(self) -> None:
         """One poll; a failure is counted and kept in `counts.last_error`."""
@@ -322,9 +333,7 @@ class LoadPoller:
     async def _sample(self) -> LoadSample:
         if self._loads_missing:
             return parse_metrics(await self._get("/metrics"), self._engine)
-        answer = await self._client.get(
-            f"{self._spec.url}/v1/loads?include=core", api_key=self._spec.api_key, timeout_s=self._timeout_s
-        )
+        answer = await self._ask("/v1/loads?include=core")
         if answer.status == 404:  # SGLang before 0.5.8
             self._loads_missing = True
             return parse_metrics(await self._get("/metrics"), self._engine)
@@ -357,8 +366,13 @@ class LoadPoller:
             self.counts.counters_error = str(error)
         return self._counters
 
+    async def _ask(self, target: str) -> Answer:
+        if self._line is not None:
+            return await self._line.get(target, timeout_s=self._timeout_s)
+        return await self._client.get(self._spec.url + target, api_key=self._spec.api_key, timeout_s=self._timeout_s)
+
     async def _get(self, path: str) -> bytes:
-        answer = await self._client.get(self._spec.url + path, api_key=self._spec.api_key, timeout_s=self._timeout_s)
+        answer = await self._ask(path)
         if answer.status != 200:
             raise ProbeFailed(f"{self._spec.url}{path} answered {answer.status}")
         return answer.body
