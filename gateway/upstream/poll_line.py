@@ -28,7 +28,10 @@ class _Collected:
         self.parts: list[bytes] = []
         self.size = 0
         self.whole = False
+        self.status = 0
+        self.keep_alive = False
         self.on_body = self._take
+        self.parser = httptools.HttpResponseParser(self)
 
     def _take(self, data: bytes) -> None:
         self.parts.append(data)
@@ -36,6 +39,9 @@ class _Collected:
 
     def on_message_complete(self) -> None:
         self.whole = True
+        # Asked here: behind a chunked answer the parser has moved on to the next message.
+        self.status = self.parser.get_status_code()
+        self.keep_alive = self.parser.should_keep_alive()
 
 
 class PollLine:
@@ -92,14 +98,13 @@ class PollLine:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> Answer:
         writer.write(request)
         answer = _Collected()
-        parser = httptools.HttpResponseParser(answer)
         while not answer.whole:
             data = await reader.read(_READ_BYTES)
             if not data:
                 raise EOFError("the connection ended")
-            parser.feed_data(data)
+            answer.parser.feed_data(data)
             if answer.size > MAX_ANSWER_BYTES:
                 raise ProbeFailed(f"{self._url} answered more than {MAX_ANSWER_BYTES} bytes; is this a worker?")
-        if not parser.should_keep_alive():
+        if not answer.keep_alive:
             self.close()
-        return Answer(parser.get_status_code(), b"".join(answer.parts))
+        return Answer(answer.status, b"".join(answer.parts))
