@@ -161,21 +161,44 @@ class Samples:
                 await self._more.wait()
 
 
-def poller(url: str, engine: EngineKind, client: ControlClient, samples: Samples, **more: Any) -> LoadPoller:
-    return LoadPoller(
-        spec(url),
-        engine,
-        client=client,
-        on_sample=samples,
-        random=Random(7),
-        **{"poll_s": 0.01, "timeout_s": 20, **more},
-    )
+class Pollers:
+    """Makes pollers, and ends what they leave open."""
+
+    def __init__(self, client: ControlClient) -> None:
+        self._client = client
+        self._made: list[LoadPoller] = []
+
+    def __call__(self, url: str, engine: EngineKind, samples: Samples, **more: Any) -> LoadPoller:
+        made = LoadPoller(
+            spec(url),
+            engine,
+            client=self._client,
+            on_sample=samples,
+            random=Random(7),
+            **{"poll_s": 0.01, "timeout_s": 20, **more},
+        )
+        self._made.append(made)
+        return made
+
+    async def close(self) -> None:
+        for made in self._made:
+            made.close()
+        # A transport is closed by the loop, in the turns after `close`.
+        for _ in range(5):
+            await asyncio.sleep(0)
 
 
-async def test_polls_go_on_until_cancelled(client: ControlClient) -> None:
+@pytest.fixture
+async def poller(client: ControlClient) -> AsyncIterator[Pollers]:
+    pollers = Pollers(client)
+    yield pollers
+    await pollers.close()
+
+
+async def test_polls_go_on_until_cancelled(poller: Pollers) -> None:
     samples = Samples()
     async with serving(Replay("vllm-0.32.0")) as url:
-        polling = poller(url, EngineKind.VLLM, client, samples)
+        polling = poller(url, EngineKind.VLLM, samples)
         task = asyncio.create_task(polling.run())
         await samples.wait(3)
         task.cancel()
@@ -187,11 +210,11 @@ async def test_polls_go_on_until_cancelled(client: ControlClient) -> None:
     assert (polling.counts.failed, polling.counts.last_error) == (0, None)
 
 
-async def test_a_failed_poll_is_counted_and_the_next_good_one_delivers(client: ControlClient) -> None:
+async def test_a_failed_poll_is_counted_and_the_next_good_one_delivers(poller: Pollers) -> None:
     app, samples = Replay("vllm-0.32.0"), Samples()
     good = app.answers["/metrics"]
     async with serving(app) as url:
-        polling = poller(url, EngineKind.VLLM, client, samples)
+        polling = poller(url, EngineKind.VLLM, samples)
         app.answers["/metrics"] = (500, b"")
         await polling.poll()
         assert (polling.counts.failed, samples.seen) == (1, [])
@@ -205,13 +228,13 @@ async def test_a_failed_poll_is_counted_and_the_next_good_one_delivers(client: C
     assert len(samples.seen) == 1
 
 
-async def test_a_worker_whose_metrics_hang_delays_no_other(client: ControlClient) -> None:
+async def test_a_worker_whose_metrics_hang_delays_no_other(poller: Pollers) -> None:
     stuck, fine = Replay("vllm-0.32.0"), Replay("vllm-0.32.0")
     stuck.hanging.add("/metrics")
     samples = Samples()
     async with serving(stuck) as stuck_url, serving(fine) as fine_url:
-        hangs = poller(stuck_url, EngineKind.VLLM, client, samples, timeout_s=60)
-        works = poller(fine_url, EngineKind.VLLM, client, samples)
+        hangs = poller(stuck_url, EngineKind.VLLM, samples, timeout_s=60)
+        works = poller(fine_url, EngineKind.VLLM, samples)
         tasks = [asyncio.create_task(item.run()) for item in (hangs, works)]
         await samples.wait(5)
         assert (hangs.counts.ok, hangs.counts.failed) == (0, 0)
@@ -220,19 +243,19 @@ async def test_a_worker_whose_metrics_hang_delays_no_other(client: ControlClient
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_hanging_poll_ends_at_its_deadline(client: ControlClient) -> None:
+async def test_a_hanging_poll_ends_at_its_deadline(poller: Pollers) -> None:
     app, samples = Replay("vllm-0.32.0"), Samples()
     app.hanging.add("/metrics")
     async with serving(app) as url:
-        polling = poller(url, EngineKind.VLLM, client, samples, timeout_s=0.1)
+        polling = poller(url, EngineKind.VLLM, samples, timeout_s=0.1)
         await polling.poll()
     assert polling.counts.failed == 1
 
 
-async def test_sglang_is_asked_for_its_loads_and_seldom_for_its_counters(client: ControlClient) -> None:
+async def test_sglang_is_asked_for_its_loads_and_seldom_for_its_counters(poller: Pollers) -> None:
     app, samples = Replay("sglang-0.5.23"), Samples()
     async with serving(app) as url:
-        polling = poller(url, EngineKind.SGLANG, client, samples)
+        polling = poller(url, EngineKind.SGLANG, samples)
         for _ in range(COUNTER_POLLS + 1):
             await polling.poll()
     assert (app.asked.count("/v1/loads"), app.asked.count("/metrics")) == (COUNTER_POLLS + 1, 2)
@@ -240,22 +263,22 @@ async def test_sglang_is_asked_for_its_loads_and_seldom_for_its_counters(client:
     assert samples.seen[-1][1].kv_blocks == 512
 
 
-async def test_sglang_without_metrics_still_tells_its_load(client: ControlClient) -> None:
+async def test_sglang_without_metrics_still_tells_its_load(poller: Pollers) -> None:
     app, samples = Replay("sglang-0.5.23"), Samples()
     app.answers["/metrics"] = (404, b"")
     async with serving(app) as url:
-        polling = poller(url, EngineKind.SGLANG, client, samples)
+        polling = poller(url, EngineKind.SGLANG, samples)
         await polling.poll()
     assert (polling.counts.ok, polling.counts.failed) == (1, 0)
     assert "404" in (polling.counts.counters_error or "")
     assert samples.seen[0][1].prefix_hits is None
 
 
-async def test_sglang_before_v1_loads(client: ControlClient) -> None:
+async def test_sglang_before_v1_loads(poller: Pollers) -> None:
     app, samples = Replay("sglang-0.5.23"), Samples()
     del app.answers["/v1/loads"]
     async with serving(app) as url:
-        polling = poller(url, EngineKind.SGLANG, client, samples)
+        polling = poller(url, EngineKind.SGLANG, samples)
         await polling.poll()
         await polling.poll()
     assert app.asked == ["/v1/loads", "/metrics", "/metrics"]
