@@ -12,7 +12,7 @@ Loading reads files and takes up to seconds for a large vocabulary, so it happen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -53,10 +53,6 @@ class Tokenizers:
     def find(self, model: str) -> PromptHasher | None:
         """The hasher of a served name; None when the worker that serves it has not joined."""
         return self._hashers.get(model)
-
-    def loaded(self) -> Iterable[PromptHasher]:
-        """Every hasher once."""
-        return {id(hasher): hasher for hasher in self._hashers.values()}.values()
 
     async def prepare(self, spec: WorkerSpec, facts: WorkerFacts) -> PromptHasher | None:
         """Make the tokenizer of a worker's model ready; what cannot be read is logged, not raised."""

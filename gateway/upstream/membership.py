@@ -74,6 +74,7 @@ class Member:
     error: str | None = None
     leaving: bool = False
     away: bool = False
+    hasher: PromptHasher | None = None
     compared: bool = False
     """Token ids have been compared with the worker's, as far as they can be."""
     look: asyncio.Event = field(default_factory=asyncio.Event)
@@ -170,6 +171,7 @@ class Membership:
         member = self._members[worker_id]
         retry_s = _FIRST_RETRY_S
         while True:
+            member.look.clear()  # before the probe: who asks for one while it runs has seen something newer
             try:
                 facts = await probe(member.spec, self._control, known=member.facts)
             except ProbeFailed as error:
@@ -189,7 +191,8 @@ class Membership:
                     await self._join(member, facts)
                 else:
                     await self._renew(member, facts)
-            member.look.clear()
+                if not member.compared:
+                    await self._compare_tokens(member, facts)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s * self._rng.uniform(0.9, 1.1)):
                     await member.look.wait()
@@ -210,7 +213,7 @@ class Membership:
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
         spec = member.spec
-        hasher = await self._on_joining(spec, facts)
+        member.hasher = await self._on_joining(spec, facts)
         if member.leaving:
             raise ProbeFailed(f"worker {spec.name} was removed while it joined")
         worker = self._fleet.add(spec, facts, self._clock())
@@ -237,11 +240,10 @@ class Membership:
             events=[source.endpoint for source in facts.events],
         )
         member.away = False
-        await self._compare_tokens(member, hasher, facts)
 
-    async def _compare_tokens(self, member: Member, hasher: PromptHasher | None, facts: WorkerFacts) -> None:
+    async def _compare_tokens(self, member: Member, facts: WorkerFacts) -> None:
         """Tell the operator of what could be better, token ids that differ included."""
-        spec = member.spec
+        spec, hasher = member.spec, member.hasher
         differences: tuple[str, ...] = ()
         if hasher is not None:
             model = next(iter(spec.models or facts.models), "")
@@ -254,7 +256,8 @@ class Membership:
             self._log.warning("worker could serve better", worker=spec.name, finding=finding)
 
     async def _refresh(self, member: Member, facts: WorkerFacts) -> None:
-        hasher = await self._on_joining(member.spec, facts)
+        member.hasher = await self._on_joining(member.spec, facts)
+        member.compared = False
         member.facts = facts
         self._fleet.facts(member.spec.name, facts, self._clock())
         self._fit_block_sizes()
@@ -262,7 +265,6 @@ class Membership:
         worker = self._fleet.workers[member.spec.name]
         self._start_feeds(member, worker, [source for source in facts.events if source not in member.feeds])
         self._log.info("worker changed", worker=member.spec.name, models=list(facts.models), version=facts.version)
-        await self._compare_tokens(member, hasher, facts)
 
     def _on_sample(self, worker_id: WorkerId, sample: LoadSample) -> None:
         self._fleet.load(worker_id, sample, self._clock())

@@ -50,6 +50,8 @@ class Stand:
         self.fleet, self.index, self.tasks = Fleet(), KvIndex(), Tasks()
         self.left: list[WorkerId] = []
         self.models = [{"id": "m"}]
+        self.probes = 0
+        self.on_probe: Callable[[], None] | None = None
         self.on_joining: Callable[[], Awaitable[None]] | None = None
         self.membership = Membership(
             fleet=self.fleet,
@@ -82,6 +84,10 @@ async def stand() -> AsyncIterator[Stand]:
         if request.url.host == "down":
             raise httpx.ConnectError("refused")
         if request.url.path == "/v1/models":
+            made[0].probes += 1
+            meanwhile, made[0].on_probe = made[0].on_probe, None
+            if meanwhile is not None:
+                meanwhile()
             return httpx.Response(200, text=json.dumps({"data": made[0].models}))
         return httpx.Response(404)
 
@@ -162,6 +168,18 @@ async def test_what_a_worker_serves_later_is_found(stand: Stand) -> None:
                 await asyncio.sleep(0)
         following.cancel()
     assert stand.fleet.pools["poet"].adapter == "poet"
+
+
+async def test_a_look_asked_for_while_a_probe_runs_is_not_lost(stand: Stand) -> None:
+    stand.membership._settings = MembershipSettings(refresh_s=10_000)
+    await stand.membership.add(spec(W1))
+    stand.on_probe = lambda: stand.membership.look(W1)
+    following = asyncio.ensure_future(_run(stand.tasks.runs["worker w1"]))
+    async with asyncio.timeout(20):
+        while stand.probes < 3:  # noqa: ASYNC110  joining, following, and the look; no event tells of a probe
+            await asyncio.sleep(0.001)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
 
 
 async def _run(run: Callable[[], Awaitable[None]]) -> None:
