@@ -135,9 +135,11 @@ class InferenceRequest:
 
 
 class PrefixMode(StrEnum):
-    """How the blocks of a request were found."""
+    """How the blocks of a request were found: from its token ids (rendered here or by the worker), or from its text."""
 
     EXACT = "exact"
+    ENGINE = "engine"
+    APPROXIMATE = "approximate"
     NONE = "none"
 
 
@@ -164,6 +166,34 @@ class PrefixBlocks:
 
 
 # --------------------------------------------------------------------------- workers
+
+
+class TrustState(StrEnum):
+    """How far a worker's part of the index is believed; each has a factor in 0..1 on the worker's overlap."""
+
+    TRUSTED = "trusted"
+    CATCHING_UP = "catching_up"
+    UNCERTAIN = "uncertain"
+    BLIND = "blind"
+
+
+class Severity(StrEnum):
+    """How much a finding costs: `info` nothing now, `warning` hits or detail, `error` the worker is not used well at
+    all or gives wrong answers."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Finding(NamedTuple):
+    """What of a worker's set-up is wrong or could be better. `code` is a stable word, `message` one sentence that says
+    what and what it costs, `fix` what to change (the engine's flag, or the key of the configuration)."""
+
+    severity: Severity
+    code: str
+    message: str
+    fix: str
 
 
 class Role(StrEnum):
@@ -308,8 +338,14 @@ class Result(StrEnum):
 
 
 class MissCause(StrEnum):
-    """Why a predicted hit was not delivered."""
+    """Why a predicted hit was not delivered (`docs/concepts/trust.md`)."""
 
+    STALE_INDEX = "stale_index"
+    IDENTITY = "identity"
+    EVICTED = "evicted"
+    SPILLED = "spilled"
+    AFFINITY = "affinity"
+    RETRY = "retry"
     UNKNOWN = "unknown"
 
 
