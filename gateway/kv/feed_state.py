@@ -31,6 +31,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from gateway.kv.events import batch_time
+from gateway.records import TrustState
 
 
 class FeedPhase(StrEnum):
@@ -104,6 +105,7 @@ class FeedState:
         "_buffer_bytes",
         "_can_replay",
         "_expected",
+        "_heard",
         "_last_live",
         "_limits",
         "_newest_ts",
@@ -133,11 +135,22 @@ class FeedState:
         self._last_live: int | None = None
         self._newest_ts: float | None = None
         self._whole = True
+        self._heard = False  # the engine has said something: a batch, or the end of a replay
 
     @property
     def caught_up(self) -> bool:
         """Whether all that can be known of this rank was handed out: nothing is being replayed or waited for."""
         return self.phase in (FeedPhase.LIVE, FeedPhase.LOST)
+
+    @property
+    def trust(self) -> TrustState:
+        """How far what was handed out may be believed: `blind` while nothing was ever heard from the engine,
+        `catching_up` while something is being replayed, `uncertain` when history is missing."""
+        if not self.caught_up:
+            return TrustState.CATCHING_UP
+        if not self._heard:
+            return TrustState.BLIND
+        return TrustState.TRUSTED if self.phase is FeedPhase.LIVE else TrustState.UNCERTAIN
 
     @property
     def expected(self) -> int:
@@ -160,6 +173,7 @@ class FeedState:
 
     def on_live(self, seq: int, payload: bytes, now: float) -> list[Action]:
         """A batch from the subscription."""
+        self._heard = True
         last, self._last_live = self._last_live, seq
         if last is not None and seq <= last:
             return self._restarted(seq, payload, now)
@@ -180,6 +194,7 @@ class FeedState:
         """A batch of the replay asked for last."""
         if self.phase is not FeedPhase.REPLAYING:
             return []
+        self._heard = True
         if seq < self._expected:
             self.counters.duplicates += 1
             return []
@@ -202,6 +217,7 @@ class FeedState:
         """The end marker of the replay asked for last."""
         if self.phase is not FeedPhase.REPLAYING:
             return []
+        self._heard = True
         if not self._truncated:
             self.counters.replays["complete"] += 1
         if not self._brought:

@@ -37,7 +37,7 @@ from gateway.kv.events import (
 )
 from gateway.kv.feed_state import Action, Apply, AskReplay, FeedCounters, FeedPhase, FeedState, Purge
 from gateway.kv.index import Applied, KvIndex
-from gateway.records import EventSource, Slot, Tier, WorkerId
+from gateway.records import EventSource, Slot, Tier, TrustState, WorkerId
 
 # Messages zmq holds for us while the loop is busy; beyond it TCP pushes back, and the engine keeps, then drops, them.
 _RECEIVE_LIMIT: Final = 20_000
@@ -129,6 +129,11 @@ class KvFeed:
     def phase(self) -> FeedPhase:
         """The state machine's phase."""
         return self._state.phase
+
+    @property
+    def trust(self) -> TrustState:
+        """How far the index shows what this rank holds."""
+        return self._state.trust
 
     @property
     def counters(self) -> FeedCounters:

@@ -11,7 +11,7 @@ import pytest
 from gateway.kv.events import KvBatch, decode_batch, parse_live
 from gateway.kv.feed_state import Action, Apply, AskReplay, FeedLimits, FeedPhase, FeedState, Purge
 from gateway.kv.index import KvIndex
-from gateway.records import EngineKind, Slot, Tier
+from gateway.records import EngineKind, Slot, Tier, TrustState
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kv_events"
 
@@ -274,6 +274,33 @@ def test_a_restart_during_a_replay() -> None:
     assert short(feed.on_live(0, payload(900.0), 1.0)) == ["restart", 0]
     assert replay(feed, 3, 4) == []
     assert short(feed.on_live(1, payload(901.0), 1.0)) == [1]
+
+
+# ---------------------------------------------------------------- trust
+
+
+def test_trust_follows_what_was_heard() -> None:
+    feed = FeedState(can_replay=True, limits=FeedLimits(replay_tries=1))
+    seen = [feed.trust]
+    feed.on_connected(0.0)
+    seen.append(feed.trust)
+    feed.on_replay_end(0.0)
+    seen.append(feed.trust)
+    live(feed, 0, 4)
+    seen.append(feed.trust)
+    feed.on_tick(1.0)
+    seen.append(feed.trust)
+    assert seen == ["catching_up", "catching_up", "trusted", "catching_up", "uncertain"]
+
+
+def test_a_feed_nothing_was_ever_heard_on_is_blind() -> None:
+    for feed in (FeedState(can_replay=False), FeedState(can_replay=True, limits=FeedLimits(replay_tries=1))):
+        feed.on_connected(0.0)
+        feed.on_tick(1.0)
+        assert feed.caught_up
+        assert feed.trust is TrustState.BLIND
+    live(feed, 7)
+    assert feed.trust is TrustState.UNCERTAIN
 
 
 # ---------------------------------------------------------------- the rest
