@@ -1,4 +1,4 @@
-"""Writes docs/reference/*.md from the code: settings, commands, metrics, errors.
+"""Writes docs/reference/*.md from the code: settings, commands, metrics, errors, findings.
 
 python docs/generate_reference.py            write the pages
 python docs/generate_reference.py --check    exit 1 when a page does not agree with the code
@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from gateway import errors
 from gateway.cli.app import app
 from gateway.config import ENV_PREFIX, Settings
+from gateway.findings import KINDS
 from gateway.telemetry.metrics import describe_metrics
 
 HERE = Path(__file__).parent / "reference"
@@ -142,7 +143,31 @@ def _tree(cls: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]
         yield from _tree(child)
 
 
-PAGES = {"settings.md": settings_page, "cli.md": cli_page, "metrics.md": metrics_page, "errors.md": errors_page}
+def findings_page() -> str:
+    """Every finding about a worker with severity, meaning and fix."""
+    lines = [
+        "# Findings",
+        NOTE,
+        "What of a worker's set-up is wrong or could be better, as shown by `/admin/workers` of the admin port and in",
+        "the log. A code keeps its meaning. Severity `error`: the worker is not used well at all; `warning`: it costs",
+        "cache hits or detail; `info`: nothing now.",
+        "",
+        "| code | severity | meaning | fix |",
+        "|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        fixes = [fix for fix in (kind.fix, kind.sglang_fix) if fix is not None]
+        lines.append(f"| `{kind.code}` | {kind.severity} | {kind.meaning} | {'<br>'.join(fixes)} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "cli.md": cli_page,
+    "metrics.md": metrics_page,
+    "errors.md": errors_page,
+    "findings.md": findings_page,
+}
 
 
 def stale() -> list[str]:

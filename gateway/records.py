@@ -239,8 +239,8 @@ class EventSource:
 class WorkerFacts:
     """What probing a worker found. `models` are the base models it serves, by name;
     `adapters` maps an adapter's name to its base. `kv_blocks` is the cache size in blocks of `block_size`
-    tokens, None when unknown. `start_time_unix` is the process start time the worker reports. `findings` are sentences
-    for the operator: what of the worker's set-up costs cache hits, and the fix. `root` is the first base model's
+    tokens, None when unknown. `start_time_unix` is the process start time the worker reports. `findings`
+    say what of the worker's set-up costs cache hits, and the fix. `root` is the first base model's
     directory or hub name, as the worker sees it."""
 
     engine: EngineKind
@@ -252,7 +252,7 @@ class WorkerFacts:
     max_model_len: int | None = None
     events: tuple[EventSource, ...] = ()
     start_time_unix: float | None = None
-    findings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     root: str | None = None
 
 

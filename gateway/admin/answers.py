@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from gateway.pool import Pool, Sessions, Worker
-from gateway.records import Decision, EventSource, LoadSample, Outcome
+from gateway.records import Decision, EventSource, Finding, LoadSample, Outcome, Severity
 from gateway.router import Recent
 from gateway.telemetry import FeedReading, IndexReading, WorkerReading
 
@@ -80,6 +80,20 @@ class FeedAnswer(BaseModel):
         )
 
 
+class FindingAnswer(BaseModel):
+    """What of a worker's set-up is wrong or could be better; `code` as in `docs/reference/findings.md`."""
+
+    severity: Severity
+    code: str
+    message: str
+    fix: str
+
+    @classmethod
+    def of(cls, finding: Finding) -> FindingAnswer:
+        """As the probe or the comparison of tokens made it."""
+        return cls(severity=finding.severity, code=finding.code, message=finding.message, fix=finding.fix)
+
+
 class WorkerAnswer(BaseModel):
     """One worker: what it is, what it does, what is known of its cache. `findings` say what to improve, and how."""
 
@@ -109,7 +123,7 @@ class WorkerAnswer(BaseModel):
     slowdown: float
     index_blocks: dict[str, int]
     feed: FeedAnswer | None
-    findings: list[str]
+    findings: list[FindingAnswer]
 
     @classmethod
     def of(cls, worker: Worker, reading: WorkerReading | None, feed: FeedReading | None, now: float) -> WorkerAnswer:
@@ -145,7 +159,7 @@ class WorkerAnswer(BaseModel):
             slowdown=worker.slowdown,
             index_blocks={tier.value: blocks for tier, blocks in reading.blocks.items()} if reading is not None else {},
             feed=FeedAnswer.of(feed) if feed is not None else None,
-            findings=list(facts.findings),
+            findings=[FindingAnswer.of(finding) for finding in facts.findings],
         )
 
 

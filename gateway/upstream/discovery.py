@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.records import EngineKind, WorkerFacts, WorkerSpec
+from gateway import findings as table
+from gateway.records import EngineKind, Finding, WorkerFacts, WorkerSpec
 from gateway.upstream.control import Answer, ControlClient, ProbeFailed
 from gateway.upstream.endpoints import SglangEvents, VllmSource, configured_sources, sglang_sources, vllm_sources
 from gateway.upstream.load import read_series, start_time, vllm_cache
@@ -69,7 +70,7 @@ class _Answers:
     info: _ServerInfo | None
     metrics: bytes
     sources: dict[int, VllmSource] | None
-    findings: tuple[str, ...]
+    findings: tuple[Finding, ...]
     metrics_silent: bool
     sources_silent: bool
 
@@ -87,7 +88,7 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
         case EngineKind.VLLM:
             block_size, kv_blocks = vllm_cache(info)
             if info and info[0].labels.get("enable_prefix_caching") == "False":
-                findings.append("prefix caching is off: start vLLM with --enable-prefix-caching")
+                findings.append(table.PREFIX_CACHING_OFF.found(engine))
             sources = vllm_sources(said.sources, host, findings, wanted=spec.kv_events is None)
             ranks = max(len(info), len(sources), 1)
         case EngineKind.SGLANG:
@@ -98,14 +99,9 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
             ranks = max(said.info.dp_size if said.info else 1, len(sources), 1)
         case EngineKind.UNKNOWN:
             block_size, kv_blocks, sources, ranks = None, None, {}, 1
-            findings.append(
-                "neither vLLM nor SGLang: what it caches is unknown; if it is one of them behind a proxy, set engine"
-            )
+            findings.append(table.ENGINE_UNKNOWN.found())
     if spec.block_size is not None and block_size not in (None, spec.block_size):
-        findings.append(
-            f"block_size {spec.block_size} is configured, the worker says {block_size}: no block will match; "
-            "remove block_size from the configuration"
-        )
+        findings.append(table.BLOCK_SIZE_WRONG.found(configured=spec.block_size, said=block_size))
     facts = WorkerFacts(
         engine=engine,
         version=version,
@@ -145,7 +141,7 @@ def _completed(facts: WorkerFacts, said: _Answers, known: WorkerFacts) -> Worker
 async def _ask(spec: WorkerSpec, client: ControlClient) -> _Answers:
     wants_vllm = spec.engine is not EngineKind.SGLANG
     wants_sglang = spec.engine is not EngineKind.VLLM
-    findings: list[str] = []
+    findings: list[Finding] = []
     models = await client.get(f"{spec.url}/v1/models", api_key=spec.api_key)
     _check_models(spec, models)
     try:
@@ -159,10 +155,7 @@ async def _ask(spec: WorkerSpec, client: ControlClient) -> _Answers:
     version, info, metrics = asking_version.result(), asking_info.result(), asking_metrics.result()
     sources = asking_sources.result()
     if metrics is None or metrics.status != 200:
-        findings.append(
-            "/metrics is not to be had: load, cache size and restarts of the worker are unknown"
-            + ("; start SGLang with --enable-metrics" if info is not None else "")
-        )
+        findings.append(table.METRICS_OFF.found(EngineKind.UNKNOWN if info is None else EngineKind.SGLANG))
     return _Answers(
         models=_decode(models, _Models, f"{spec.url}/v1/models"),
         version=_maybe(version, _Version),
@@ -188,12 +181,12 @@ async def _server_info(wanted: bool, client: ControlClient, spec: WorkerSpec) ->
 
 
 async def _optional(
-    wanted: bool, client: ControlClient, spec: WorkerSpec, path: str, findings: list[str]
+    wanted: bool, client: ControlClient, spec: WorkerSpec, path: str, findings: list[Finding]
 ) -> Answer | None:
     try:
         return await _if(wanted, client, spec, path)
     except ProbeFailed as error:
-        findings.append(error.message)
+        findings.append(table.PATH_SILENT.found(problem=error.message))
         return None
 
 
@@ -292,16 +285,16 @@ def _root(said: _Answers, models: tuple[str, ...]) -> str | None:
 # --------------------------------------------------------------------------- cache geometry
 
 
-def _sglang_cache(said: _Answers, findings: list[str]) -> tuple[int | None, int | None]:
+def _sglang_cache(said: _Answers, findings: list[Finding]) -> tuple[int | None, int | None]:
     info = said.info
     if info is None:
         return None, None
     if info.disable_radix_cache:
-        findings.append("prefix caching is off: start SGLang without --disable-radix-cache")
+        findings.append(table.PREFIX_CACHING_OFF.found(EngineKind.SGLANG))
     if info.enable_cache_report is False:
-        findings.append("hits are not reported with answers: start SGLang with --enable-cache-report")
+        findings.append(table.HITS_NOT_REPORTED.found(EngineKind.SGLANG))
     block_size = (info.kv_events.block_size if info.kv_events is not None else None) or info.page_size
     if block_size == 1:
-        findings.append("page size 1 makes an event a token: start SGLang with --page-size 16 or more")
+        findings.append(table.PAGE_SIZE_1.found())
     tokens = info.max_total_num_tokens
     return block_size, tokens * info.dp_size // block_size if tokens and block_size else None

@@ -17,17 +17,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gateway.records import EventSource, WorkerSpec
+from gateway import findings as table
+from gateway.records import EngineKind, EventSource, Finding, WorkerSpec
 
-_VLLM_EVENTS_FIX = (
-    "start vLLM with --kv-events-config "
-    '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
-    '"replay_endpoint": "tcp://*:5657"}\''
-)
-_SGLANG_EVENTS_FIX = (
-    "start SGLang with --kv-events-config "
-    '\'{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}\''
-)
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "[::]", "::"})
 
 
@@ -53,15 +45,13 @@ class SglangEvents(msgspec.Struct):
 
 
 def vllm_sources(
-    said: Mapping[int, VllmSource] | None, host: str, findings: list[str], *, wanted: bool
+    said: Mapping[int, VllmSource] | None, host: str, findings: list[Finding], *, wanted: bool
 ) -> dict[int, EventSource]:
     """Sources by rank. `said` is None where the worker does not have the path, empty where events are off; `wanted`
     says that nothing is configured, so that absence is worth a finding."""
     if not said:
         if wanted:
-            lead = "KV events are off" if said is not None else "this vLLM cannot say where its KV events are"
-            also = "" if said is not None else ", and set kv_events of this worker to tcp://host:5557"
-            findings.append(f"{lead}: {_VLLM_EVENTS_FIX}{also}")
+            findings.append((table.EVENTS_OFF if said is not None else table.EVENTS_UNANNOUNCED).found())
         return {}
     # Addresses come with the rank's port already; should two ranks name the same one, it is the base address.
     same = len(said) > 1 and len({item.endpoint for item in said.values()}) == 1
@@ -70,45 +60,42 @@ def vllm_sources(
         shift = rank if same else 0
         events = _reachable(item.endpoint, host, shift)
         if not _binds(item.endpoint):
-            findings.append(
-                f"the event socket connects to {item.endpoint} instead of binding, so nobody can subscribe: "
-                "write the endpoint of --kv-events-config with a star, tcp://*:5557"
-            )
+            findings.append(table.EVENTS_CONNECT.found(endpoint=item.endpoint))
         elif events is None:
-            findings.append(f"KV events at {item.endpoint} cannot be reached from here: use tcp://*:5557")
+            findings.append(table.EVENTS_LOCAL.found(endpoint=item.endpoint))
         else:
             replay = _replay(item.replay_endpoint, host, shift, findings)
             sources[rank] = EventSource(rank=rank, endpoint=events, replay_endpoint=replay, topic=item.topic)
     return sources
 
 
-def _replay(endpoint: str | None, host: str, shift: int, findings: list[str]) -> str | None:
+def _replay(endpoint: str | None, host: str, shift: int, findings: list[Finding]) -> str | None:
     if not endpoint:
-        findings.append("KV events have no replay: add a replay_endpoint (tcp://*:5657) to --kv-events-config")
+        findings.append(table.NO_REPLAY.found())
         return None
     reachable = _reachable(endpoint, host, shift)
     if reachable is None:
-        findings.append(f"replay at {endpoint} cannot be reached from here: use tcp://*:5657")
+        findings.append(table.REPLAY_LOCAL.found(endpoint=endpoint))
     return reachable
 
 
 def sglang_sources(
-    events: SglangEvents | None, host: str, findings: list[str], *, wanted: bool
+    events: SglangEvents | None, host: str, findings: list[Finding], *, wanted: bool
 ) -> dict[int, EventSource]:
     """Sources by rank; `events` is None where nothing is announced or the release cannot tell."""
     if events is None:
         if wanted:
-            findings.append(f"no KV events announced: {_SGLANG_EVENTS_FIX} (SGLang 0.5.13 or newer tells where)")
+            findings.append(table.EVENTS_OFF.found(EngineKind.SGLANG))
         return {}
     base = _reachable(f"tcp://{_bracketed(events.endpoint_host)}:{events.endpoint_port_base}", host, 0)
     if base is None:
-        findings.append(f"KV events at {events.endpoint_host} cannot be reached from here: use tcp://*:5557")
+        findings.append(table.EVENTS_LOCAL.found(endpoint=events.endpoint_host))
         return {}
     replay = None
     if events.replay_endpoint_port_base is not None:  # the host of the replay socket is not told
         replay = f"tcp://{_bracketed(host)}:{events.replay_endpoint_port_base}"
     else:
-        findings.append("KV events have no replay: add a replay_endpoint (tcp://*:5657) to --kv-events-config")
+        findings.append(table.NO_REPLAY.found())
     return {
         rank: EventSource(
             rank=rank,

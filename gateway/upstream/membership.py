@@ -30,7 +30,7 @@ import zmq
 from gateway.kv import KvIndex
 from gateway.pool import Fleet, Worker, WorkerState
 from gateway.prefix import PromptHasher
-from gateway.records import EventSource, LoadSample, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EventSource, Finding, LoadSample, Slot, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
 from gateway.upstream.kv_feed import KvFeed
@@ -244,7 +244,7 @@ class Membership:
     async def _compare_tokens(self, member: Member, facts: WorkerFacts) -> None:
         """Tell the operator of what could be better, token ids that differ included."""
         spec, hasher = member.spec, member.hasher
-        differences: tuple[str, ...] = ()
+        differences: tuple[Finding, ...] = ()
         if hasher is not None:
             model = next(iter(spec.models or facts.models), "")
             differences = await token_differences(spec, model, hasher, self._control)
@@ -253,7 +253,7 @@ class Membership:
             told = replace(facts, findings=facts.findings + differences)
             self._fleet.facts(spec.name, told, self._clock())
         for finding in facts.findings + differences:
-            self._log.warning("worker could serve better", worker=spec.name, finding=finding)
+            self._log.warning("worker could serve better", worker=spec.name, **finding._asdict())
 
     async def _refresh(self, member: Member, facts: WorkerFacts) -> None:
         member.hasher = await self._on_joining(member.spec, facts)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gateway import findings as table
 from gateway.prefix import PromptHasher
-from gateway.records import ChatPrompt, Endpoint, InferenceRequest, Prompt, TextPrompt, WorkerSpec
+from gateway.records import ChatPrompt, Endpoint, Finding, InferenceRequest, Prompt, TextPrompt, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 
 _TEXT = (
@@ -32,12 +33,12 @@ class _Tokenized(msgspec.Struct):
 
 async def token_differences(
     spec: WorkerSpec, model: str, hasher: PromptHasher, client: ControlClient
-) -> tuple[str, ...]:
+) -> tuple[Finding, ...]:
     """Findings for the operator; none when the ids agree, or the worker has no `/tokenize` to compare with."""
     if hasher.tokenizer is None:
-        return ("no tokenizer for this model here, so text prompts have no prefix blocks: set models[].tokenizer",)
+        return (table.NO_TOKENIZER.found(model=model),)
     if not hasher.renders_chats:
-        return ("no chat template for this model here, so chats have no prefix blocks: set models[].chat_template",)
+        return (table.NO_CHAT_TEMPLATE.found(model=model),)
     asks: tuple[tuple[str, Prompt, dict[str, object]], ...] = (
         ("text", TextPrompt((_TEXT,), add_special_tokens=False), {"prompt": _TEXT, "add_special_tokens": False}),
         ("chat", ChatPrompt(_MESSAGES), {"messages": _MESSAGES, "add_generation_prompt": True}),
@@ -47,12 +48,8 @@ async def token_differences(
         ours = hasher.token_ids(InferenceRequest(endpoint, "parity", model, prompt))
         theirs = await _theirs(spec, model, body, client)
         if ours and theirs is not None and list(ours[0]) != theirs:
-            what = "the tokenizer" if kind == "text" else "the chat template"
-            at = _first_difference(ours[0], theirs)
-            return (
-                f"token ids of a {kind} differ from this worker's from position {at} on, so prefixes are missed: give "
-                f"kvgate {what} that the worker uses (models[].tokenizer, models[].chat_template)",
-            )
+            row = table.TOKENIZER_DIFFERS if kind == "text" else table.TEMPLATE_DIFFERS
+            return (row.found(at=_first_difference(ours[0], theirs)),)
     return ()
 
 

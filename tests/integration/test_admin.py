@@ -17,6 +17,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway import findings
 from gateway.admin import AdminViews, Readiness, admin_app
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
@@ -74,7 +75,7 @@ class Gateway:
             kv_blocks=1000,
             max_model_len=4096,
             events=(EventSource(0, f"tcp://{spec.name}:5557", None),),
-            findings=("KV events have no replay",),
+            findings=(findings.NO_REPLAY.found(),),
         )
         worker = self.fleet.add(spec, facts, NOW - 50)
         self.index.bind(worker.slot, block_size=BLOCK)
@@ -211,7 +212,14 @@ async def test_workers(client: httpx.AsyncClient, gateway: Gateway) -> None:
     assert first["index_blocks"] == {"gpu": 4, "cpu": 0, "disk": 0, "remote": 0}
     assert first["feed"]["phases"] == {"0": "live"}
     assert first["events"] == [{"rank": 0, "endpoint": "tcp://w1:5557", "replay_endpoint": None}]
-    assert first["findings"] == ["KV events have no replay"]
+    assert first["findings"] == [
+        {
+            "severity": "warning",
+            "code": "no_replay",
+            "message": "KV events have no replay",
+            "fix": "add a replay_endpoint (tcp://*:5657) to --kv-events-config",
+        }
+    ]
     assert workers[1]["feed"] is None
     assert (await client.get("/admin/workers/w1")).json() == first
 

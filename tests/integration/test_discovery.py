@@ -137,7 +137,7 @@ async def test_hanging_metrics_cost_the_cache_geometry_only() -> None:
     async with serving(app) as url, open_control_client(timeout_s=1) as client:
         facts = await probe(spec(url), client)
     assert (facts.engine, facts.models, facts.block_size, len(facts.events)) == (EngineKind.VLLM, ("tiny",), None, 1)
-    assert any("/metrics" in finding for finding in facts.findings)
+    assert any("/metrics" in finding.message for finding in facts.findings)
 
 
 # --------------------------------------------------------------------------- polling

@@ -229,12 +229,12 @@ async def test_token_ids_that_differ_from_the_workers_are_told() -> None:
     other = Path(__file__).parents[1] / "golden" / "prefix" / "tiny-qwen2"
     async with rig(1, settings={"models": [{"name": "demo", "tokenizer": str(other)}]}) as r:
         worker = r.gateway.fleet.workers[_name("w1")]
-        await until(lambda: any("token ids of a text differ" in finding for finding in worker.facts.findings))
+        await until(lambda: any(finding.code == "tokenizer_differs" for finding in worker.facts.findings))
     async with rig(1) as r:
         worker = r.gateway.fleet.workers[_name("w1")]
         member = r.gateway.membership.members[_name("w1")]
         await until(lambda: member.compared)
-        assert not [finding for finding in worker.facts.findings if "token ids" in finding]
+        assert not [finding for finding in worker.facts.findings if finding.code.endswith("_differs")]
 
 
 async def test_block_sizes_that_differ_still_match() -> None:

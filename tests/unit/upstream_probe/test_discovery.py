@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.records import EngineKind, EventSource, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EngineKind, EventSource, Severity, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
 
@@ -91,7 +91,8 @@ async def test_older_vllm_cannot_say_where_its_events_are() -> None:
     assert (facts.engine, facts.version, facts.block_size, facts.kv_blocks) == (EngineKind.VLLM, "0.16.0", 32, 128)
     assert facts.events == ()
     (finding,) = facts.findings
-    assert "set kv_events of this worker" in finding
+    assert finding.code == "events_unannounced"
+    assert "set kv_events of this worker" in finding.fix
 
 
 async def test_sglang() -> None:
@@ -112,7 +113,7 @@ async def test_another_openai_server_serves_without_cache_knowledge() -> None:
     answers: Answers = {"/v1/models": (200, '{"data": [{"id": "m"}]}')}
     facts = await probed(answers, spec())
     assert (facts.engine, facts.version, facts.models, facts.block_size) == (EngineKind.UNKNOWN, "", ("m",), None)
-    assert any("neither vLLM nor SGLang" in finding for finding in facts.findings)
+    assert [finding.code for finding in facts.findings] == ["metrics_off", "engine_unknown"]
 
 
 async def test_behind_a_proxy_the_owner_of_the_model_tells_the_engine() -> None:
@@ -183,22 +184,23 @@ async def test_a_socket_that_connects_is_no_source(endpoint: str) -> None:
     facts = await probed(with_sources({"0": source(endpoint)}), spec("http://10.0.0.7:8000"))
     assert facts.events == ()
     (finding,) = facts.findings
-    assert "instead of binding" in finding
-    assert "tcp://*:5557" in finding
+    assert (finding.severity, finding.code) == (Severity.ERROR, "events_connect")
+    assert endpoint in finding.message
+    assert "tcp://*:5557" in finding.fix
 
 
 @pytest.mark.parametrize("endpoint", ["ipc:///tmp/kv.sock", "inproc://kv"])
 async def test_a_transport_that_does_not_leave_the_machine(endpoint: str) -> None:
     facts = await probed(with_sources({"0": source(endpoint)}), spec("http://10.0.0.7:8000"))
     assert facts.events == ()
-    assert "cannot be reached" in facts.findings[0]
+    assert facts.findings[0].code == "events_local"
 
 
-@pytest.mark.parametrize(("replay", "said"), [("tcp://127.0.0.1:5657", "cannot be reached"), (None, "no replay")])
+@pytest.mark.parametrize(("replay", "said"), [("tcp://127.0.0.1:5657", "replay_local"), (None, "no_replay")])
 async def test_replay_out_of_reach_leaves_the_events(replay: str | None, said: str) -> None:
     facts = await probed(with_sources({"0": source("tcp://*:5557", replay)}), spec("http://10.0.0.7:8000"))
     assert facts.events == (EventSource(0, "tcp://10.0.0.7:5557", None, ""),)
-    assert said in facts.findings[0]
+    assert said == facts.findings[0].code
 
 
 async def test_data_parallel_ranks_of_vllm() -> None:
@@ -229,8 +231,8 @@ async def test_data_parallel_ranks_of_sglang() -> None:
 async def test_events_switched_off(sources: object) -> None:
     facts = await probed(with_sources(sources), spec())
     assert facts.events == ()
-    assert "KV events are off" in facts.findings[0]
-    assert "--kv-events-config" in facts.findings[0]
+    assert facts.findings[0].code == "events_off"
+    assert "--kv-events-config" in facts.findings[0].fix
 
 
 async def test_configured_endpoints_win() -> None:
@@ -260,7 +262,8 @@ async def test_events_can_be_switched_off() -> None:
 async def test_a_configured_block_size_wins_and_a_wrong_one_is_told() -> None:
     facts = await probed(answers_of("vllm-0.32.0"), spec(block_size=16))
     assert facts.block_size == 16
-    assert "the worker says 32" in facts.findings[0]
+    assert facts.findings[0].code == "block_size_wrong"
+    assert "the worker says 32" in facts.findings[0].message
 
 
 async def test_a_configured_engine_is_not_guessed() -> None:
@@ -273,7 +276,7 @@ async def test_a_configured_engine_is_not_guessed() -> None:
 async def test_prefix_caching_off_is_told() -> None:
     answers = answers_of("vllm-0.32.0")
     answers["/metrics"] = (200, answers["/metrics"][1].replace('_caching="True"', '_caching="False"'))
-    assert "--enable-prefix-caching" in (await probed(answers, spec())).findings[0]
+    assert "--enable-prefix-caching" in (await probed(answers, spec())).findings[0].fix
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,7 @@ async def test_prefix_caching_off_is_told() -> None:
 async def test_findings_of_sglang(changes: dict[str, object], fix: str) -> None:
     answers = answers_of("sglang-0.5.23")
     answers["/server_info"] = (200, json.dumps({**json.loads(answers["/server_info"][1]), **changes}))
-    assert any(fix in finding for finding in (await probed(answers, spec())).findings)
+    assert any(fix in finding.fix for finding in (await probed(answers, spec())).findings)
 
 
 @pytest.mark.parametrize("gone", [404, 500, 0])
@@ -297,7 +300,7 @@ async def test_without_metrics_the_worker_serves_and_the_loss_is_told(gone: int)
     answers["/metrics"] = (gone, "")
     facts = await probed(answers, spec())
     assert (facts.engine, facts.models, facts.block_size) == (EngineKind.VLLM, ("tiny",), None)
-    assert any("/metrics" in finding for finding in facts.findings)
+    assert any("/metrics" in finding.message for finding in facts.findings)
 
 
 async def test_the_key_is_sent_and_stays_out_of_the_facts() -> None:
@@ -357,7 +360,7 @@ async def test_a_busy_worker_keeps_what_it_said_before(path: str, silence: int) 
     after = await probed(answers, spec(), known=before)
     assert (after.block_size, after.kv_blocks, after.events) == (before.block_size, before.kv_blocks, before.events)
     assert after.start_time_unix == before.start_time_unix
-    assert any(path in finding for finding in after.findings) or path == "/kv_event_sources"
+    assert any(path in finding.message for finding in after.findings) or path == "/kv_event_sources"
 
 
 async def test_what_is_answered_or_of_another_version_is_news() -> None:
