@@ -37,6 +37,27 @@ class Kind:
 
 # --------------------------------------------------------------------------- the worker itself
 
+UNREACHABLE = Kind(
+    Severity.ERROR,
+    "unreachable",
+    "The worker did not answer as an inference server does, so nothing about it is known and it gets no requests.",
+    "{problem}",
+    "start the worker, or correct url of this worker",
+)
+NEEDS_KEY = Kind(
+    Severity.ERROR,
+    "needs_key",
+    "The worker wants an API key that kvgate does not have: it cannot be probed, and clients must send the key.",
+    "the worker refuses requests without its API key",
+    "set api_key of this worker",
+)
+UNFINISHED = Kind(
+    Severity.WARNING,
+    "unfinished",
+    "The deadline passed before everything about the worker was looked at; what is missing is not judged.",
+    "not everything could be checked within {deadline_s:g} s; it stopped at: {step}",
+    "raise --timeout; if that does not help, look into the worker's log",
+)
 ENGINE_UNKNOWN = Kind(
     Severity.WARNING,
     "engine_unknown",
@@ -84,11 +105,82 @@ PAGE_SIZE_1 = Kind(
     "page size 1 makes an event a token",
     "start SGLang with --page-size 16 or more",
 )
+REPEAT_MISSED = Kind(
+    Severity.ERROR,
+    "repeat_missed",
+    "The same prompt sent twice was no hit the second time: the prefix cache does not work.",
+    "the same prompt of {tokens} tokens twice, and the second time {cached} tokens came from the cache",
+    "start vLLM with --enable-prefix-caching; a model with Mamba or pooling layers may not support it",
+    sglang_fix="start SGLang without --disable-radix-cache",
+)
+SALT_IGNORED = Kind(
+    Severity.WARNING,
+    "salt_ignored",
+    "A prompt with a `cache_salt` nobody used before was a hit: the engine ignores salts, so tenants share its cache.",
+    "{cached} tokens of a prompt with a cache_salt of its own came from the cache: salts separate nothing here",
+    "upgrade the engine (vLLM 0.9, SGLang 0.5.3) if tenants are to be kept apart",
+)
+PROBE_REFUSED = Kind(
+    Severity.INFO,
+    "probe_refused",
+    "The worker did not complete the test prompt, so hits, events and salts were not tried.",
+    "the test prompt was answered with {status}: {problem}",
+    "nothing for embedding and rerank models; else look into the worker's log",
+)
+DECODE_LOG_INTERVAL = Kind(
+    Severity.INFO,
+    "decode_log_interval",
+    "SGLang publishes events and refreshes the load gauges of `/metrics` only every this many decode steps (40 unless "
+    "set), so the index and the load are that late while it generates.",
+    "events and load gauges come only every {steps} decode steps",
+    "start SGLang with --decode-log-interval 5",
+)
+CLOCK_SKEW = Kind(
+    Severity.WARNING,
+    "clock_skew",
+    "The worker's clock is not this machine's: time stamps of its events and logs cannot be lined up with kvgate's.",
+    "the worker's clock is {seconds:.1f} s {direction} (by {by})",
+    "run NTP or chrony on both machines",
+)
+HASHES_NOT_CHAINED = Kind(
+    Severity.ERROR,
+    "hashes_not_chained",
+    "SGLang 0.4.8 to 0.5.5 names a page by its own tokens only: equal pages at different positions look the same, so "
+    "its events do not say which prefixes it holds.",
+    "SGLang {version} announces pages by names that do not depend on what stands before them",
+    "upgrade SGLang to 0.5.6 or newer, or set kv_events: off for this worker",
+)
+SALT_HIDDEN = Kind(
+    Severity.INFO,
+    "salt_hidden",
+    "Events of this release do not say that a prompt was salted (vLLM before 0.17, SGLang before 0.5.18): prompts with "
+    "a `cache_salt` are predicted wrongly. Nothing is lost where no salts are used.",
+    "events of {release} do not tell salted prompts from others",
+    "upgrade vLLM to 0.17 or newer if requests carry cache_salt",
+    sglang_fix="upgrade SGLang to 0.5.18 or newer if requests carry cache_salt",
+)
+ADAPTER_HIDDEN = Kind(
+    Severity.WARNING,
+    "adapter_hidden",
+    "The worker serves adapters, and events of its release do not name them (vLLM before 0.14, SGLang before 0.5.23): "
+    "prompts for adapters are predicted wrongly.",
+    "adapters are served, and events of {release} do not name them",
+    "upgrade vLLM to 0.14 or newer",
+    sglang_fix="upgrade SGLang to 0.5.23 or newer",
+)
+HASHES_UNSEEDED = Kind(
+    Severity.INFO,
+    "hashes_unseeded",
+    "Workers name the same block differently, because each process draws its own seed (vLLM up to 0.28, and xxhash "
+    "later). kvgate's own keys do not depend on it; shared offload tiers and snapshots of the index do.",
+    "block hashes differ from those of {other} for the same prompt",
+    "set PYTHONHASHSEED=0 for all vLLM workers, and one --prefix-caching-hash-algo",
+)
 BLOCK_SIZE_WRONG = Kind(
     Severity.ERROR,
     "block_size_wrong",
-    "The configured block size is not the engine's: no block of the engine matches one of a request.",
-    "block_size {configured} is configured, the worker says {said}: no block will match",
+    "The block size kvgate was told is not the one of the engine's events: no block matches one of a request.",
+    "block_size {configured} is {by}, the worker's blocks have {said} tokens: no block will match",
     "remove block_size of this worker from the configuration",
 )
 
@@ -105,8 +197,7 @@ EVENTS_OFF = Kind(
 EVENTS_UNANNOUNCED = Kind(
     Severity.WARNING,
     "events_unannounced",
-    "The release cannot say where its KV events are (vLLM before 0.31) and nothing is configured, so its cache is only "
-    "guessed from what was routed there.",
+    "The release cannot say where its KV events are (vLLM before 0.31), so its cache is only guessed.",
     "this vLLM cannot say where its KV events are",
     f"start vLLM with {_VLLM_EVENTS}, and set kv_events of this worker to tcp://host:5557",
 )
@@ -125,11 +216,32 @@ EVENTS_LOCAL = Kind(
     "KV events at {endpoint} cannot be reached from here",
     "write the endpoint of --kv-events-config with a star, tcp://*:5557",
 )
+EVENTS_UNREACHABLE = Kind(
+    Severity.ERROR,
+    "events_unreachable",
+    "Nobody speaks ZeroMQ at the event endpoint, as seen from where doctor runs.",
+    "KV events at {endpoint}: {problem}",
+    "open the port between kvgate and the worker; check endpoint of --kv-events-config, or kv_events",
+)
+EVENTS_SILENT = Kind(
+    Severity.ERROR,
+    "events_silent",
+    "The worker computed a new prompt and its event endpoint did not tell of it: another process publishes there, the "
+    "topic is another one, or the engine's publisher is stuck.",
+    "a new prompt was computed, and within {wait_s:g} s no event about it came from {endpoint}",
+    "check that endpoint and topic of --kv-events-config belong to this worker",
+)
+SALTS_IN_CLEAR = Kind(
+    Severity.WARNING,
+    "salts_in_clear",
+    "Events carry cache salts in clear text, and an event socket takes any subscriber: whoever reaches it reads them.",
+    "cache salts are readable in the events at {endpoint}, which takes any subscriber",
+    "let only kvgate reach the event and replay ports (firewall, network policy, a separate network)",
+)
 NO_REPLAY = Kind(
     Severity.WARNING,
     "no_replay",
-    "The engine has no replay endpoint: after a lost message, and after a start of kvgate, its index is learned anew "
-    "from live events only.",
+    "The engine has no replay endpoint: after a lost message, and a start of kvgate, only live events teach the index.",
     "KV events have no replay",
     "add a replay_endpoint (tcp://*:5657) to --kv-events-config",
 )
@@ -139,6 +251,21 @@ REPLAY_LOCAL = Kind(
     "The replay endpoint can only be reached on the worker's own machine; it costs what `no_replay` costs.",
     "replay at {endpoint} cannot be reached from here",
     "write the replay_endpoint of --kv-events-config with a star, tcp://*:5657",
+)
+
+REPLAY_UNREACHABLE = Kind(
+    Severity.WARNING,
+    "replay_unreachable",
+    "Nobody answers replay requests at the replay endpoint; it costs what `no_replay` costs.",
+    "replay at {endpoint}: {problem}",
+    "open the port between kvgate and the worker; check replay_endpoint of --kv-events-config, or kv_replay",
+)
+REPLAY_OVERLAPS = Kind(
+    Severity.ERROR,
+    "replay_overlaps",
+    "A data-parallel rank's event port is another rank's replay port: engines add the rank to both base ports.",
+    "{endpoint} is both an event and a replay endpoint: the ranges of ports of the ranks overlap",
+    "put the base ports of endpoint and replay_endpoint further apart than there are ranks (5557 and 5657)",
 )
 
 # --------------------------------------------------------------------------- token ids
@@ -172,23 +299,109 @@ TEMPLATE_DIFFERS = Kind(
     "give kvgate the chat template that the worker uses (models[].chat_template)",
 )
 
+TOKENS_UNCHECKED = Kind(
+    Severity.INFO,
+    "tokens_unchecked",
+    "kvgate's token ids were not compared with the worker's.",
+    "token ids were not compared: {reason}",
+    "give the tokenizer (--tokenizer DIR, or models[].tokenizer of --config)",
+)
+
+# --------------------------------------------------------------------------- seen by a running gateway
+
+GATEWAY_UNREACHABLE = Kind(
+    Severity.ERROR,
+    "gateway_unreachable",
+    "The gateway's admin port did not answer as it should, so nothing of what it has seen is known.",
+    "{problem}",
+    "start `kvgate serve`; give its admin port with --admin, and the token with --token",
+)
+NOT_JOINED = Kind(
+    Severity.ERROR,
+    "not_joined",
+    "The gateway was told of the worker, which has not joined: it gets no requests.",
+    "has not joined: {problem}",
+    "see the message; a worker that is still loading joins by itself",
+)
+NOT_READY = Kind(
+    Severity.ERROR,
+    "not_ready",
+    "The gateway knows the worker and sends it no requests now.",
+    "gets no requests: {state} ({reason})",
+    "see the reason; a worker that comes back is used again by itself",
+)
+ZERO_MATCHES = Kind(
+    Severity.ERROR,
+    "zero_matches",
+    "The gateway knows blocks of the worker and not one of them ever matched a request, though the worker does not say "
+    "that there was nothing to hit: tokens or identities differ.",
+    "{blocks} blocks are known, and none ever matched in {requests} requests{delivered}",
+    "give kvgate the worker's tokenizer and chat template (models[].tokenizer, models[].chat_template)",
+)
+ROUTE_MISSES = Kind(
+    Severity.WARNING,
+    "route_misses",
+    "More than 5 % of the hits that were predicted for the worker did not come.",
+    "{share:.0%} of {predictions} predicted hits did not come (most of them: {cause})",
+    "see docs/concepts/trust.md for what each cause means",
+)
+LOW_TRUST = Kind(
+    Severity.WARNING,
+    "low_trust",
+    "The gateway believes its index of the worker only in part, so hits there count for less.",
+    "the index of this worker is trusted {trust:.0%}",
+    "trust comes back by itself with hits that are delivered; else see the feed of the worker in /admin/workers",
+)
+FEED_ERRORS = Kind(
+    Severity.WARNING,
+    "feed_errors",
+    "Messages of the event feed could not be read, or batches were lost and could not be replayed.",
+    "{errors} messages could not be read, {lost} losses could not be repaired",
+    "compare the engine's release with the ones kvgate knows; raise buffer_steps of --kv-events-config",
+)
+
 KINDS: tuple[Kind, ...] = (
+    UNREACHABLE,
+    NEEDS_KEY,
+    UNFINISHED,
     ENGINE_UNKNOWN,
     PATH_SILENT,
     METRICS_OFF,
     PREFIX_CACHING_OFF,
     HITS_NOT_REPORTED,
     PAGE_SIZE_1,
+    REPEAT_MISSED,
+    SALT_IGNORED,
+    PROBE_REFUSED,
+    DECODE_LOG_INTERVAL,
+    CLOCK_SKEW,
+    HASHES_NOT_CHAINED,
+    SALT_HIDDEN,
+    ADAPTER_HIDDEN,
+    HASHES_UNSEEDED,
     BLOCK_SIZE_WRONG,
     EVENTS_OFF,
     EVENTS_UNANNOUNCED,
     EVENTS_CONNECT,
     EVENTS_LOCAL,
+    EVENTS_UNREACHABLE,
+    EVENTS_SILENT,
+    SALTS_IN_CLEAR,
     NO_REPLAY,
     REPLAY_LOCAL,
+    REPLAY_UNREACHABLE,
+    REPLAY_OVERLAPS,
     NO_TOKENIZER,
     NO_CHAT_TEMPLATE,
     TOKENIZER_DIFFERS,
     TEMPLATE_DIFFERS,
+    TOKENS_UNCHECKED,
+    GATEWAY_UNREACHABLE,
+    NOT_JOINED,
+    NOT_READY,
+    ZERO_MATCHES,
+    ROUTE_MISSES,
+    LOW_TRUST,
+    FEED_ERRORS,
 )
 """The whole table, in the order of the reference page."""

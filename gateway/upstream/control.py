@@ -38,10 +38,11 @@ class ProbeFailed(GatewayError):
 
 
 class Answer(NamedTuple):
-    """Status and whole body of an answer, whatever the status is."""
+    """Status and whole body of an answer, whatever the status is; `date` is its header of that name."""
 
     status: int
     body: bytes
+    date: str | None = None
 
 
 class ControlClient:
@@ -75,7 +76,7 @@ class ControlClient:
                 asyncio.timeout(limit_s),
                 self._http.stream(method, url, headers=headers, content=body) as response,
             ):
-                return Answer(response.status_code, await self._body(response, url))
+                return Answer(response.status_code, await self._body(response, url), response.headers.get("date"))
         except TimeoutError as error:
             raise ProbeFailed(
                 f"{url} did not answer within {limit_s:g} s; is the worker overloaded or stuck?"

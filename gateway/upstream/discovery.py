@@ -15,6 +15,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -55,10 +56,15 @@ class _ServerInfo(msgspec.Struct):
     dp_size: int = 1
     disable_radix_cache: bool | None = None
     enable_cache_report: bool | None = None
+    decode_log_interval: int | None = None
     kv_events: SglangEvents | None = None
 
 
 _T = TypeVar("_T")
+
+_LATE_STEPS = 20
+"""Decode steps between two publications of SGLang's events, above which they count as late: about half a second."""
+_RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,10 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
             block_size, kv_blocks, sources, ranks = None, None, {}, 1
             findings.append(table.ENGINE_UNKNOWN.found())
     if spec.block_size is not None and block_size not in (None, spec.block_size):
-        findings.append(table.BLOCK_SIZE_WRONG.found(configured=spec.block_size, said=block_size))
+        findings.append(table.BLOCK_SIZE_WRONG.found(configured=spec.block_size, by="configured", said=block_size))
+    events = configured_sources(spec, host, sources, ranks)
+    if events:
+        findings += _release_findings(engine, version, adapters=bool(adapters))
     facts = WorkerFacts(
         engine=engine,
         version=version,
@@ -110,7 +119,7 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
         block_size=spec.block_size or block_size,
         kv_blocks=kv_blocks,
         max_model_len=next((model.max_model_len for model in said.models.data if model.max_model_len), None),
-        events=configured_sources(spec, host, sources, ranks),
+        events=events,
         start_time_unix=start_time(said.metrics),
         findings=tuple(findings),
         root=_root(said, models),
@@ -293,8 +302,30 @@ def _sglang_cache(said: _Answers, findings: list[Finding]) -> tuple[int | None, 
         findings.append(table.PREFIX_CACHING_OFF.found(EngineKind.SGLANG))
     if info.enable_cache_report is False:
         findings.append(table.HITS_NOT_REPORTED.found(EngineKind.SGLANG))
+    if info.decode_log_interval is not None and info.decode_log_interval > _LATE_STEPS:
+        findings.append(table.DECODE_LOG_INTERVAL.found(steps=info.decode_log_interval))
     block_size = (info.kv_events.block_size if info.kv_events is not None else None) or info.page_size
     if block_size == 1:
         findings.append(table.PAGE_SIZE_1.found())
     tokens = info.max_total_num_tokens
     return block_size, tokens * info.dp_size // block_size if tokens and block_size else None
+
+
+# --------------------------------------------------------------------------- what releases leave out of their events
+
+
+def _release_findings(engine: EngineKind, version: str, *, adapters: bool) -> list[Finding]:
+    """What the events of this release cannot tell. Builds from source (`0.1.dev...`) are taken for new ones."""
+    found = _RELEASE.match(version)
+    if found is None or "dev" in version:
+        return []
+    release = tuple(int(part or 0) for part in found.groups())
+    findings: list[Finding] = []
+    sglang = engine is EngineKind.SGLANG
+    if sglang and (0, 4, 8) <= release <= (0, 5, 5):
+        findings.append(table.HASHES_NOT_CHAINED.found(version=version))
+    if release < ((0, 5, 18) if sglang else (0, 17, 0)):
+        findings.append(table.SALT_HIDDEN.found(engine, release=f"{engine} {version}"))
+    if adapters and release < ((0, 5, 23) if sglang else (0, 14, 0)):
+        findings.append(table.ADAPTER_HIDDEN.found(engine, release=f"{engine} {version}"))
+    return findings

@@ -30,7 +30,7 @@ import zmq
 from gateway.kv import KvIndex
 from gateway.pool import Fleet, Worker, WorkerState
 from gateway.prefix import PromptHasher
-from gateway.records import EventSource, Finding, LoadSample, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EventSource, Finding, LoadSample, Severity, Slot, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
 from gateway.upstream.kv_feed import KvFeed
@@ -76,7 +76,9 @@ class Member:
     away: bool = False
     hasher: PromptHasher | None = None
     compared: bool = False
-    """Token ids have been compared with the worker's, as far as they can be."""
+    """Token ids have been compared with the worker's, as far as they can be; False again when its facts change."""
+    not_compared: str | None = None
+    """Why the last try to compare them failed; it is made again with the next probe."""
     look: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: probe at once."""
 
@@ -247,13 +249,20 @@ class Membership:
         differences: tuple[Finding, ...] = ()
         if hasher is not None:
             model = next(iter(spec.models or facts.models), "")
-            differences = await token_differences(spec, model, hasher, self._control)
-        member.compared = True
+            try:
+                differences = await token_differences(spec, model, hasher, self._control)
+            except ProbeFailed as error:
+                if member.not_compared != error.message:
+                    self._log.info("token ids not compared yet", worker=spec.name, reason=error.message)
+                member.not_compared = error.message
+                return
+        member.compared, member.not_compared = True, None
         if differences:
             told = replace(facts, findings=facts.findings + differences)
             self._fleet.facts(spec.name, told, self._clock())
         for finding in facts.findings + differences:
-            self._log.warning("worker could serve better", worker=spec.name, **finding._asdict())
+            tell = self._log.info if finding.severity is Severity.INFO else self._log.warning
+            tell("worker could serve better", worker=spec.name, **finding._asdict())
 
     async def _refresh(self, member: Member, facts: WorkerFacts) -> None:
         member.hasher = await self._on_joining(member.spec, facts)

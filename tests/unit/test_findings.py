@@ -24,10 +24,12 @@ def test_every_row_of_the_module_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("kind", findings.KINDS, ids=lambda kind: kind.code)
 def test_details_are_filled_in(kind: findings.Kind) -> None:
-    details = {name: f"<{name}>" for _, name, _, _ in string.Formatter().parse(kind.message) if name}
+    details: dict[str, object] = {
+        name: 3 if spec else f"<{name}>" for _, name, spec, _ in string.Formatter().parse(kind.message) if name
+    }
     found = kind.found(EngineKind.VLLM, **details)
     assert (found.severity, found.code, found.fix) == (kind.severity, kind.code, kind.fix)
-    assert all(value in found.message for value in details.values())
+    assert all(str(value) in found.message for value in details.values())
     assert kind.found(EngineKind.SGLANG, **details).fix == (kind.sglang_fix or kind.fix)
     if details:
         with pytest.raises(KeyError):

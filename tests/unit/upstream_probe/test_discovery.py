@@ -100,7 +100,7 @@ async def test_sglang() -> None:
     assert (facts.engine, facts.version, facts.models) == (EngineKind.SGLANG, "0.5.23", ("tiny",))
     assert (facts.block_size, facts.kv_blocks, facts.max_model_len) == (16, 512, 2048)
     assert facts.events == (EventSource(0, "tcp://127.0.0.1:18401", "tcp://127.0.0.1:18501", "kv"),)
-    assert (facts.findings, facts.root) == ((), "tiny-qwen2")
+    assert ([finding.code for finding in facts.findings], facts.root) == (["decode_log_interval"], "tiny-qwen2")
 
 
 async def test_old_path_of_sglang_server_info() -> None:
@@ -247,7 +247,7 @@ async def test_configured_endpoint_of_an_engine_that_cannot_say_its_own() -> Non
     answers["/metrics"] = (200, answers["/metrics"][1] + second.replace('engine="0"', 'engine="1"') + "\n")
     facts = await probed(answers, spec(kv_events="tcp://*:5557"))
     assert [item.endpoint for item in facts.events] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
-    assert facts.findings == ()
+    assert [finding.code for finding in facts.findings] == ["salt_hidden"]
 
 
 async def test_events_can_be_switched_off() -> None:
@@ -263,7 +263,7 @@ async def test_a_configured_block_size_wins_and_a_wrong_one_is_told() -> None:
     facts = await probed(answers_of("vllm-0.32.0"), spec(block_size=16))
     assert facts.block_size == 16
     assert facts.findings[0].code == "block_size_wrong"
-    assert "the worker says 32" in facts.findings[0].message
+    assert "have 32 tokens" in facts.findings[0].message
 
 
 async def test_a_configured_engine_is_not_guessed() -> None:
@@ -292,6 +292,40 @@ async def test_findings_of_sglang(changes: dict[str, object], fix: str) -> None:
     answers = answers_of("sglang-0.5.23")
     answers["/server_info"] = (200, json.dumps({**json.loads(answers["/server_info"][1]), **changes}))
     assert any(fix in finding.fix for finding in (await probed(answers, spec())).findings)
+
+
+@pytest.mark.parametrize(
+    ("version", "codes"),
+    [
+        ("0.4.6", {"salt_hidden"}),
+        ("0.4.8.post1", {"hashes_not_chained", "salt_hidden"}),
+        ("0.5.5", {"hashes_not_chained", "salt_hidden"}),
+        ("0.5.6", {"salt_hidden"}),
+        ("0.5.18", set()),
+        ("0.5.23", set()),
+        ("0.1.dev1+gabc", set()),
+        ("main", set()),
+    ],
+)
+async def test_what_the_events_of_an_sglang_release_leave_out(version: str, codes: set[str]) -> None:
+    answers = answers_of("sglang-0.5.23")
+    info = {**json.loads(answers["/server_info"][1]), "version": version, "decode_log_interval": 1}
+    answers["/server_info"] = (200, json.dumps(info))
+    assert {finding.code for finding in (await probed(answers, spec())).findings} == codes
+
+
+@pytest.mark.parametrize(
+    ("version", "codes"),
+    [("0.13.0", {"salt_hidden", "adapter_hidden"}), ("0.16.0", {"salt_hidden"}), ("0.17.1", set())],
+)
+async def test_what_the_events_of_a_vllm_release_leave_out(version: str, codes: set[str]) -> None:
+    answers = answers_of("vllm-0.16.0")
+    answers["/version"] = (200, json.dumps({"version": version}))
+    cards = [{"id": "base", "parent": None}, {"id": "poet", "parent": "base"}]
+    answers["/v1/models"] = (200, json.dumps({"data": cards}))
+    facts = await probed(answers, spec(kv_events="tcp://*:5557"))
+    assert {finding.code for finding in facts.findings} == codes
+    assert (await probed(answers, spec(kv_events=""))).findings == ()
 
 
 @pytest.mark.parametrize("gone", [404, 500, 0])
