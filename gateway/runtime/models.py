@@ -4,7 +4,8 @@ Rules:
 1. The configuration decides: `models[].name` and its aliases, then the entry named `*`.
 2. Without an entry, a worker's own model directory is used when it can be read here (`root` of `/v1/models` is the path
    the engine was started with).
-3. Without a tokenizer a model is still served: token prompts are exact, text prompts have no prefix blocks.
+3. Without a tokenizer a model is still served: token prompts are exact, text prompts have no prefix blocks. It is
+   looked for again at each probe of its workers: a directory may be mounted or completed later.
 
 Loading reads files and takes up to seconds for a large vocabulary, so it happens in a thread before a worker joins.
 """
@@ -37,6 +38,10 @@ class Tokenizers:
         self._configured = {name: model for model in models for name in (model.name, *model.aliases)}
         self._now = now
         self._hashers: dict[str, PromptHasher] = {}
+        self._wanting: set[str] = set()
+        """Models whose tokenizer could not be had."""
+        self._tried: dict[tuple[str, str | None], _Seen] = {}
+        """Model and directory -> what was found there: nothing is gained by another look until that changes."""
         self._loading = asyncio.Lock()
         self._log = structlog.get_logger("kvgate.models")
 
@@ -56,33 +61,52 @@ class Tokenizers:
 
     async def prepare(self, spec: WorkerSpec, facts: WorkerFacts) -> PromptHasher | None:
         """Make the tokenizer of a worker's model ready; what cannot be read is logged, not raised."""
-        async with self._loading:  # workers of one model join together, and share it
-            names = spec.models or facts.models
-            await self._prepare(names, facts)
-            return self._hashers.get(names[0]) if names else None
+        names = spec.models or facts.models
+        if not all(name in self._hashers and name not in self._wanting for name in names):
+            async with self._loading:  # workers of one model join together, and share it
+                await self._prepare(names, facts)
+        return self._hashers.get(names[0]) if names else None
 
     async def _prepare(self, names: Sequence[str], facts: WorkerFacts) -> None:
-        if not names or all(name in self._hashers for name in names):
+        missing = [name for name in names if name not in self._hashers or name in self._wanting]
+        if not missing:
             return
-        hasher = next((self._hashers[name] for name in names if name in self._hashers), None)
-        if hasher is None:
+        known = [self._hashers[name] for name in names if name not in missing]
+        if known:
+            hasher = known[0]
+        else:
+            place = names[0], facts.root
+            seen = await asyncio.to_thread(_seen, facts.root)
+            if names[0] in self._wanting and self._tried.get(place) == seen:
+                return
             if len(self._hashers) >= MAX_HASHERS:
                 self._log.warning("too many models: text prompts have no prefix blocks", model=names[0])
                 return
-            hasher = await asyncio.to_thread(self._discover, names[0], facts)
-        for name in names:
-            self._hashers.setdefault(name, hasher)
+            hasher, settled = await asyncio.to_thread(self._discover, names[0], facts)
+            if settled:
+                if len(self._tried) >= MAX_HASHERS:
+                    del self._tried[next(iter(self._tried))]
+                self._tried[place] = seen
+            if hasher.tokenizer is None:
+                self._wanting.update(missing)
+                for name in missing:
+                    self._hashers.setdefault(name, hasher)
+                return
+        self._wanting.difference_update(missing)
+        self._hashers.update(dict.fromkeys(missing, hasher))
 
-    def _discover(self, model: str, facts: WorkerFacts) -> PromptHasher:
+    def _discover(self, model: str, facts: WorkerFacts) -> tuple[PromptHasher, bool]:
+        """The hasher, and whether another try would end the same as long as the files stay as they are."""
         for_all = self._hashers.get(ANY_MODEL)
         if for_all is not None:
-            return for_all
+            return for_all, True
         directory = _readable(facts.root)
         try:
             hasher = self._load(directory, None, facts.engine)
-        except _UNREADABLE as error:
-            self._log.warning("tokenizer cannot be used", model=model, directory=str(directory), reason=str(error))
-            return PromptHasher.load(None, engine=facts.engine)
+        except ValueError as error:
+            return self._without(model, directory, facts, error), True
+        except OSError as error:
+            return self._without(model, directory, facts, error), False
         if directory is None:
             self._log.warning(
                 "no tokenizer: text prompts have no prefix blocks",
@@ -91,7 +115,11 @@ class Tokenizers:
             )
         else:
             self._log.info("tokenizer ready", model=model, directory=str(directory), cutting=hasher.stats().cutting)
-        return hasher
+        return hasher, True
+
+    def _without(self, model: str, directory: Path | None, facts: WorkerFacts, reason: Exception) -> PromptHasher:
+        self._log.warning("tokenizer cannot be used", model=model, directory=str(directory), reason=str(reason))
+        return PromptHasher.load(None, engine=facts.engine)
 
     def _load(
         self, directory: Path | None, settings: ModelSettings | None, engine: EngineKind = EngineKind.VLLM
@@ -103,6 +131,27 @@ class Tokenizers:
             engine=engine,
             clock=self._now,
         )
+
+
+_Seen = tuple[tuple[str, int, int], ...]
+"""Name, size and time of change of each file of a model directory that says how prompts are cut."""
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def _seen(root: str | None) -> _Seen:
+    """What is there now; empty when nothing can be read."""
+    path = Path(root) if root else None
+    if path is None or not path.is_absolute():
+        return ()
+    found = []
+    for name in _FILES:
+        try:
+            state = (path / name).stat()
+        except OSError:
+            continue
+        found.append((name, state.st_size, state.st_mtime_ns))
+    return tuple(found)
 
 
 def _readable(root: str | None) -> Path | None:

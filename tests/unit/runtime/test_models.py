@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -48,3 +49,32 @@ async def test_a_found_one_lets_its_worker_join_without(tmp_path: Path, kind: st
     hasher = made.find("m")
     assert hasher is not None
     assert hasher.tokenizer is None
+
+
+async def test_a_tokenizer_that_comes_later_is_found_at_the_next_probe(tmp_path: Path) -> None:
+    made = tokenizers()
+    spec, facts = WorkerSpec(WorkerId("w1"), "http://w1:8000"), WorkerFacts(EngineKind.VLLM, "1", ("m",), root="")
+    elsewhere = await made.prepare(spec, replace(facts, root="/nowhere/at/all"))
+    assert elsewhere is not None
+    assert elsewhere.tokenizer is None
+    facts = replace(facts, root=str(broken(tmp_path, "json")))
+    assert await made.prepare(spec, facts) is elsewhere
+    words = {"model": {"type": "WordLevel", "vocab": {"u": 0}, "unk_token": "u"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    found = await made.prepare(spec, facts)
+    assert found is not None
+    assert found.tokenizer is not None
+    assert made.find("m") is found
+    assert await made.prepare(spec, facts) is found
+
+
+async def test_what_cannot_be_read_is_not_read_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokenizers()
+    facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), root=str(broken(tmp_path, "json")))
+    spec = WorkerSpec(WorkerId("w1"), "http://w1:8000")
+    loads = []
+    load = made._load
+    monkeypatch.setattr(made, "_load", lambda *args: loads.append(args) or load(*args))
+    for _ in range(3):
+        await made.prepare(spec, facts)
+    assert len(loads) == 1
