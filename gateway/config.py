@@ -21,7 +21,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from gateway.records import EngineKind, Role, WorkerId, WorkerSpec
+from gateway.pool import MAX_WORKERS
+from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
 
 ENV_PREFIX = "KVGATE_"
 
@@ -105,8 +106,28 @@ class WorkerSettings(_Section):
         Role.BOTH,
         description="`both`, `prefill` or `decode`. Only workers that do both get requests; others are watched.",
     )
-    kv_events: str = Field("auto", description="ZMQ endpoint of its KV events, `auto`, or `off`.")
-    kv_replay: str = Field("auto", description="ZMQ endpoint of the event replay, `auto`, or `off`.")
+    models: tuple[str, ...] = Field(
+        (), description="Served names it gets requests for, adapters included; none: all it names."
+    )
+    block_size: int | None = Field(
+        None, ge=1, le=65_536, description="Tokens of its KV blocks (vLLM) or pages (SGLang); none: as it says."
+    )
+    kv_blocks: int | None = Field(
+        None, ge=1, le=1 << 32, description="Blocks its cache holds, all ranks together; none: as it says."
+    )
+    kv_events: str = Field(
+        "auto",
+        description="ZMQ endpoint of its KV events (rank 0's; each further rank is one port up), `auto`, or `off`.",
+    )
+    kv_replay: str = Field("auto", description="ZMQ endpoint of the event replay (the same), `auto`, or `off`.")
+    data_parallel_size: int | None = Field(
+        None, ge=1, le=MAX_WORKERS, description="Data-parallel ranks behind the URL; none: as it says."
+    )
+    ranks: RankChoice = Field(
+        RankChoice.AUTO,
+        description="`each` data-parallel rank is a worker of its own, or all are `one`; `auto`: each, where the "
+        "engine's release takes the rank's header (vLLM 0.11.1, SGLang 0.5.10).",
+    )
     api_key: SecretStr | None = Field(
         None, description="Sent to the worker as bearer token instead of the client's; none: the client's goes through."
     )
@@ -134,8 +155,13 @@ class WorkerSettings(_Section):
             engine=engine,
             pool=self.pool,
             role=self.role,
+            models=self.models,
+            block_size=self.block_size,
+            kv_blocks=self.kv_blocks,
             kv_events=_or_probe(self.kv_events),
             kv_replay=_or_probe(self.kv_replay),
+            data_parallel_size=self.data_parallel_size,
+            ranks=self.ranks,
             api_key=self.api_key.get_secret_value() if self.api_key else None,
             weight=self.weight,
         )

@@ -8,6 +8,7 @@
     |   |-- PayloadTooLarge    413
     |   `-- RequestTimeout     408, the client sent too slowly
     |-- NoWorker               503, nobody in the pool may serve it now
+    |-- FleetFull              503, a worker cannot join: there is no room for more
     |-- WorkerError            the chosen worker is at fault; `retryable` says whether another one may be tried
     |   |-- WorkerUnreachable  502, no connection
     |   |-- WorkerBroken       502, connection lost or answer malformed
@@ -97,6 +98,14 @@ class NoWorker(GatewayError):
     status = 503
     type = "service_unavailable_error"
     code = "no_worker"
+
+
+class FleetFull(GatewayError):
+    """As many workers as there may be, those included that left and still answer requests."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "fleet_full"
 
 
 class ShuttingDown(GatewayError):

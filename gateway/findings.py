@@ -268,6 +268,32 @@ REPLAY_OVERLAPS = Kind(
     "put the base ports of endpoint and replay_endpoint further apart than there are ranks (5557 and 5657)",
 )
 
+# --------------------------------------------------------------------------- data-parallel ranks
+
+RANKS_AS_ONE = Kind(
+    Severity.WARNING,
+    "ranks_as_one",
+    "The release takes no header that names a data-parallel rank (vLLM before 0.11.1, SGLang before 0.5.10, or a "
+    "version that is not told), so all ranks are one worker: the engine chooses the rank, and a predicted hit is what "
+    "the best rank may hold.",
+    "{count} data-parallel ranks are used as one worker, since {release} cannot be told which rank is meant",
+    "use vLLM 0.11.1 or newer, or SGLang 0.5.10 or newer; if it is one, set ranks of this worker to each",
+)
+RANK_COUNT_WRONG = Kind(
+    Severity.ERROR,
+    "rank_count_wrong",
+    "The configured number of data-parallel ranks is not the engine's: ranks are missed, or asked for in vain.",
+    "data_parallel_size {configured} is configured, the worker shows {said} ranks",
+    "remove data_parallel_size of this worker from the configuration",
+)
+RANK_EVENTS_SHARED = Kind(
+    Severity.ERROR,
+    "rank_events_shared",
+    "Two data-parallel ranks name one address for their KV events; only one of them can have bound it.",
+    "ranks {first} and {second} both name {endpoint} for their KV events",
+    "start every rank with the same base port: the engine adds the rank's number",
+)
+
 # --------------------------------------------------------------------------- token ids
 
 NO_TOKENIZER = Kind(
@@ -391,6 +417,9 @@ KINDS: tuple[Kind, ...] = (
     REPLAY_LOCAL,
     REPLAY_UNREACHABLE,
     REPLAY_OVERLAPS,
+    RANKS_AS_ONE,
+    RANK_COUNT_WRONG,
+    RANK_EVENTS_SHARED,
     NO_TOKENIZER,
     NO_CHAT_TEMPLATE,
     TOKENIZER_DIFFERS,

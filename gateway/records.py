@@ -204,12 +204,32 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class RankChoice(Enum):
+    """How the data-parallel ranks behind one URL are used: as the engine allows, each as a worker, or all as one."""
+
+    AUTO = "auto"
+    EACH = "each"
+    ONE = "one"
+
+
+class Rank(NamedTuple):
+    """One data-parallel rank that gets requests of its own. `member` is the name of the server it belongs to,
+    `number` the rank as events, ports and metrics count it, `asked` what its request header has to say: the position
+    among the ranks of this server."""
+
+    member: WorkerId
+    number: int
+    asked: int
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """One worker as configured or discovered. `None` means: learn it by probing.
 
     `url` has no path and no trailing slash. `kv_events` and `kv_replay` are ZMQ endpoints to connect to
-    (`tcp://host:port`); an empty string switches the feed off. `weight` scales its share under blind policies.
+    (`tcp://host:port`), rank 0's where there are several; an empty string switches the feed off. `weight` scales its
+    share under blind policies. `kv_blocks` is the cache of all ranks together. A spec with a `rank` is made from that
+    of its server.
     """
 
     name: WorkerId
@@ -223,6 +243,15 @@ class WorkerSpec:
     weight: float = 1.0
     models: tuple[str, ...] = ()
     block_size: int | None = None
+    kv_blocks: int | None = None
+    data_parallel_size: int | None = None
+    ranks: RankChoice = RankChoice.AUTO
+    rank: Rank | None = None
+
+    @property
+    def member(self) -> WorkerId:
+        """Name of the server: its own, or that of the server it is a rank of."""
+        return self.name if self.rank is None else self.rank.member
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +270,10 @@ class WorkerFacts:
     `adapters` maps an adapter's name to its base. `kv_blocks` is the cache size in blocks of `block_size`
     tokens, None when unknown. `start_time_unix` is the process start time the worker reports. `findings`
     say what of the worker's set-up costs cache hits, and the fix. `root` is the first base model's
-    directory or hub name, as the worker sees it."""
+    directory or hub name, as the worker sees it.
+
+    `ranks` are the numbers of the data-parallel ranks behind the URL, `(0,)` without data parallelism; `rank_routing`
+    says that a request can name one. `cached_tokens_reported` and `needs_key` are None while nobody knows."""
 
     engine: EngineKind
     version: str
@@ -254,6 +286,10 @@ class WorkerFacts:
     start_time_unix: float | None = None
     findings: tuple[Finding, ...] = ()
     root: str | None = None
+    ranks: tuple[int, ...] = (0,)
+    rank_routing: bool = False
+    cached_tokens_reported: bool | None = None
+    needs_key: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

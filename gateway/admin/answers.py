@@ -95,9 +95,15 @@ class FindingAnswer(BaseModel):
 
 
 class WorkerAnswer(BaseModel):
-    """One worker: what it is, what it does, what is known of its cache. `findings` say what to improve, and how."""
+    """One worker: what it is, what it does, what is known of its cache. `findings` say what to improve, and how.
+
+    A data-parallel rank that is a worker of its own has its number in `rank`, and the name of its server in `member`;
+    members are what is added and removed. `ranks` are all ranks behind a worker."""
 
     id: str
+    member: str
+    rank: int | None
+    ranks: list[int]
     url: str
     engine: str
     version: str
@@ -114,6 +120,8 @@ class WorkerAnswer(BaseModel):
     max_model_len: int | None
     events: list[EventEndpoint]
     start_time_unix: float | None
+    cached_tokens_reported: bool | None
+    needs_key: bool | None
     inflight_requests: int
     inflight_tokens: int
     open_streams: int
@@ -134,6 +142,9 @@ class WorkerAnswer(BaseModel):
             load = LoadAnswer.of(worker.load, now - worker.loaded_at)
         return cls(
             id=worker.id,
+            member=worker.spec.member,
+            rank=worker.spec.rank.number if worker.spec.rank is not None else None,
+            ranks=list(facts.ranks),
             url=worker.spec.url,
             engine=facts.engine,
             version=facts.version,
@@ -150,6 +161,8 @@ class WorkerAnswer(BaseModel):
             max_model_len=facts.max_model_len,
             events=[EventEndpoint.of(source) for source in facts.events],
             start_time_unix=facts.start_time_unix,
+            cached_tokens_reported=facts.cached_tokens_reported,
+            needs_key=facts.needs_key,
             inflight_requests=worker.inflight_requests,
             inflight_tokens=worker.inflight_tokens,
             open_streams=reading.open_streams if reading is not None else 0,

@@ -70,6 +70,14 @@ class NameTaken(GatewayError):
     code = "worker_exists"
 
 
+class IsRank(GatewayError):
+    """A data-parallel rank cannot leave alone."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "worker_is_rank"
+
+
 @dataclass(frozen=True, slots=True)
 class AdminViews:
     """What the admin port needs of the process.
@@ -257,19 +265,24 @@ def _deciding(views: AdminViews) -> APIRouter:
 def _members(views: AdminViews) -> APIRouter:
     routes = APIRouter(tags=["members"])
 
-    @routes.post("/admin/workers", status_code=201)
+    @routes.post("/admin/workers", status_code=201, responses={503: {"model": ErrorAnswer}})
     async def add(settings: WorkerSettings) -> WorkerAnswer:
-        """Probe a worker and let it join; the keys are those of `workers` in the configuration file."""
+        """Probe a worker and let it join; the keys are those of `workers` in the configuration file. Where each of its
+        data-parallel ranks is a worker, the answer shows the first."""
         members = views.members()
         spec = settings.spec({str(name) for name in members})
         if spec.name in members:
             raise NameTaken(f"a worker named {spec.name!r} is in the fleet; delete it first or choose another name")
         await views.add_worker(spec)
-        return _worker_answer(views, spec.name)
+        return _worker_answer(views, next(iter(_workers_of(spec.name, views)), spec.name))
 
     @routes.delete("/admin/workers/{worker_id}", status_code=204)
     async def remove(worker_id: str) -> None:
-        """Take a worker out, also one that has not joined yet. It gets no new requests; open ones run to their end."""
+        """Take a worker out, also one that has not joined yet. It gets no new requests; open ones run to their end.
+        Data-parallel ranks go with their server: name that."""
+        worker = views.router.fleet.workers.get(WorkerId(worker_id))
+        if worker is not None and worker.spec.rank is not None:
+            raise IsRank(f"{worker_id!r} is a rank of {worker.spec.member!r} and leaves with it: delete that")
         await views.remove_worker(_known(WorkerId(worker_id), views.members()))
 
     return routes
@@ -282,8 +295,15 @@ def _known(worker_id: WorkerId, workers: Collection[WorkerId]) -> WorkerId:
     return worker_id
 
 
+def _workers_of(member: WorkerId, views: AdminViews) -> list[WorkerId]:
+    """The data-parallel ranks that are workers of a server, in their order; itself, where it has none."""
+    return [worker.id for worker in views.router.fleet.workers.values() if worker.spec.member == member]
+
+
 def _worker_answer(views: AdminViews, worker_id: WorkerId) -> WorkerAnswer:
     workers = views.router.fleet.workers
+    if worker_id not in workers and (ranks := _workers_of(worker_id, views)):
+        raise NotFound(f"{worker_id!r} is the workers {', '.join(ranks)}; name one", code="worker_not_found")
     worker = workers[_known(worker_id, workers)]
     reading = next((reading for reading in views.readings.workers() if reading.worker == worker_id), None)
     feed = next((feed for feed in views.readings.feeds() if feed.worker == worker_id), None)

@@ -117,6 +117,14 @@ def ask_for_usage(body: bytes, request: InferenceRequest) -> bytes:
     return b"".join((body[:end], b',"stream_options":', json.dumps(options).encode(), body[end:]))
 
 
+def ask_for_rank(body: bytes, rank: int) -> bytes:
+    """The body of SGLang's native `/generate` with its data-parallel rank, all other bytes as they were. That path
+    takes no header for it; of two equal keys the engine takes the last, which is this one."""
+    end = body.rindex(b"}")
+    comma = b"," if body[:end].strip() != b"{" else b""
+    return b'%b%b"routed_dp_rank":%d%b' % (body[:end], comma, rank, body[end:])
+
+
 # --------------------------------------------------------------------------- JSON
 
 

@@ -18,7 +18,7 @@ import functools
 import logging
 from typing import Protocol
 
-from gateway.api import ask_for_usage, parse_request
+from gateway.api import ask_for_rank, ask_for_usage, parse_request
 from gateway.edge.gate import Edge
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
@@ -226,7 +226,7 @@ class Exchange:
         stream = self._reserved(edge.router.route(request, blocks, now))
         while True:
             try:
-                answer = await stream.send(head, body, total_at=total_at)
+                answer = await stream.send(head, self._placed(body), total_at=total_at)
             except WorkerError as error:
                 other = self._another(request, blocks, _result(error), error.status, error.code)
                 if other is None:
@@ -239,6 +239,14 @@ class Exchange:
                 if other is None:
                     return answer
             stream = other
+
+    def _placed(self, body: bytes) -> bytes:
+        """The body as the chosen worker needs it: one path of SGLang reads its rank there, all others from a header."""
+        if self._endpoint is Endpoint.GENERATE and self._lease is not None:
+            rank = self._lease.worker.spec.rank
+            if rank is not None:
+                return ask_for_rank(body, rank.asked)
+        return body
 
     def _pass_on(self, answer: AnswerHead) -> None:
         """From here on the bytes run by callbacks: worker -> relay -> client."""
@@ -277,7 +285,7 @@ class Exchange:
         edge = self._edge
         failed = self._lease
         assert failed is not None
-        self._tried |= {failed.worker.id}
+        self._tried |= edge.router.fleet.behind(failed.worker)
         if self._retries >= edge.limits.max_retries:
             return None
         now = edge.clock()

@@ -1,12 +1,13 @@
 """Workers and pools: who may serve a request, what each has in flight, how fast each is."""
 
-from gateway.pool.fleet import ANY_MODEL, Fleet, Pool, ServedModel
+from gateway.pool.fleet import ANY_MODEL, MAX_WORKERS, Fleet, Pool, ServedModel
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
 from gateway.pool.sessions import Sessions
 from gateway.pool.worker import STALE_S, Reservation, Worker, WorkerState
 
 __all__ = [
     "ANY_MODEL",
+    "MAX_WORKERS",
     "STALE_S",
     "Fleet",
     "InterTokenRates",

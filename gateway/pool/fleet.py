@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from gateway.errors import FleetFull
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
 from gateway.pool.worker import STALE_S, Reservation, Worker, WorkerState
 from gateway.records import LoadSample, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
@@ -123,7 +124,7 @@ class Fleet:
     def add(self, spec: WorkerSpec, facts: WorkerFacts, now: float) -> Worker:
         """A worker joins, ready. One of the same name is replaced; with the same address it keeps its open load.
 
-        Raises ValueError above `MAX_WORKERS`.
+        Raises FleetFull above `MAX_WORKERS`.
         """
         if spec.name in self._workers:
             self.remove(spec.name, now)
@@ -186,6 +187,16 @@ class Fleet:
         pool = self._pools.get(_base_model(worker.spec, worker.facts))
         return worker.block_size if pool is None else pool.block_size
 
+    def behind(self, worker: Worker) -> frozenset[WorkerId]:
+        """The workers that share the server of this one, itself included: its other data-parallel ranks. What fails
+        one of them is likely to fail all."""
+        if worker.spec.rank is None:
+            return frozenset((worker.id,))
+        member, url = worker.spec.member, worker.spec.url
+        return frozenset(
+            (worker.id, *(w.id for w in self._workers.values() if (w.spec.member, w.spec.url) == (member, url)))
+        )
+
     def models(self) -> list[ServedModel]:
         """What `/v1/models` must show: every name with a worker behind it, sorted, base models first."""
         served = [
@@ -219,7 +230,10 @@ class Fleet:
         if self._free:
             return Slot(heapq.heappop(self._free))
         if self._slots >= MAX_WORKERS:
-            raise ValueError(f"a fleet has at most {MAX_WORKERS} workers, those with open requests included")
+            raise FleetFull(
+                f"a fleet has at most {MAX_WORKERS} workers, each data-parallel rank and each worker that left with "
+                "open requests included; remove some, or start another gateway"
+            )
         self._slots += 1
         return Slot(self._slots - 1)
 

@@ -325,7 +325,7 @@ class Worker:
 
     def _fit_capacity(self) -> None:
         blocks = self.load.kv_blocks if self.load is not None and self.load.kv_blocks else self.facts.kv_blocks
-        self.kv_capacity = (blocks or 0) * self.block_size
+        self.kv_capacity = (self.spec.kv_blocks or blocks or 0) * self.block_size
 
     def respec(self, spec: WorkerSpec) -> None:
         """It was configured anew. A weight of 0 means: only when nobody else is there."""

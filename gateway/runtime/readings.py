@@ -10,7 +10,7 @@ from gateway.pool import Fleet, WorkerState
 from gateway.records import Tier
 from gateway.telemetry import FeedReading, IndexReading, WorkerReading
 from gateway.upstream.http import Upstream
-from gateway.upstream.membership import Member, Membership
+from gateway.upstream.membership import Membership, Seat
 
 JOINING = "joining"
 """Asked for, and has not answered yet."""
@@ -40,10 +40,10 @@ class GatewayReadings:
         """Every worker of the fleet."""
         now = self._clock()
         for name, waiting in self._membership.members.items():
-            if name not in self._fleet.workers:
+            if not waiting.seats:
                 yield WorkerReading(name, JOINING, _STATES, 0, 0, 0, error=waiting.error)
         for worker in self._fleet.workers.values():
-            load, member = worker.load, self._membership.members.get(worker.id)
+            load, member = worker.load, self._membership.member_of(worker.id)
             poller = member.poller if member is not None else None
             yield WorkerReading(
                 worker=worker.id,
@@ -51,7 +51,7 @@ class GatewayReadings:
                 states=_STATES,
                 inflight_requests=worker.inflight_requests,
                 inflight_tokens=worker.inflight_tokens,
-                open_streams=self._upstream.open_streams(worker.id),
+                open_streams=self._upstream.open_streams(worker.spec),
                 waiting_requests=load.waiting if load is not None else None,
                 kv_usage=load.kv_usage if load is not None else None,
                 load_age_s=now - worker.loaded_at if worker.loaded_at is not None else None,
@@ -66,8 +66,9 @@ class GatewayReadings:
         """Every worker with an event feed."""
         now = self._clock()
         for member in self._membership.members.values():
-            if member.feeds:
-                yield _feed_reading(member, now)
+            for seat in member.seats.values():
+                if seat.feeds:
+                    yield _feed_reading(seat, now)
 
     def index(self) -> IndexReading:
         """The index as a whole."""
@@ -79,7 +80,7 @@ class GatewayReadings:
         )
 
 
-def _feed_reading(member: Member, now: float) -> FeedReading:
+def _feed_reading(seat: Seat, now: float) -> FeedReading:
     events: Counter[str] = Counter()
     ignored: Counter[str] = Counter()
     replays: Counter[str] = Counter()
@@ -88,7 +89,7 @@ def _feed_reading(member: Member, now: float) -> FeedReading:
     gaps = resets = errors = 0
     newest: float | None = None
     phases: dict[int, str] = {}
-    for source, feed in member.feeds.items():
+    for source, feed in seat.feeds.items():
         totals, counters = feed.totals, feed.counters
         events.update(totals.events)
         ignored.update(totals.ignored)
@@ -102,7 +103,7 @@ def _feed_reading(member: Member, now: float) -> FeedReading:
         if counters.last_applied_at is not None:
             newest = counters.last_applied_at if newest is None else max(newest, counters.last_applied_at)
     return FeedReading(
-        worker=member.spec.name,
+        worker=seat.spec.name,
         events=events,
         gaps=gaps,
         replays=replays,

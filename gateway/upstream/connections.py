@@ -46,6 +46,7 @@ class WorkerConnections:
         "credentials",
         "deadlines",
         "host_header",
+        "rank_header",
         "spec",
         "timeouts",
     )
@@ -73,6 +74,8 @@ class WorkerConnections:
         self.deadlines = deadlines
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.credentials = b"authorization: Bearer %b\r\n" % spec.api_key.encode() if spec.api_key else b""
+        # vLLM from 0.11.1 on, SGLang from 0.5.10 on; empty for a worker that is not one rank of several.
+        self.rank_header = b"x-data-parallel-rank: %d\r\n" % spec.rank.asked if spec.rank is not None else b""
 
     @property
     def idle(self) -> int:

@@ -9,24 +9,27 @@ Rules:
    serves without it.
 3. A worker that is asked again and does not answer an optional path (too slow, 5xx) has not changed in what that path
    tells: a busy worker must not lose its block size and its event feeds over a time-out.
-4. Nothing of `/server_info` is kept beyond the named fields: it holds the engine's own keys.
+4. Whether answers report cached tokens is known of SGLang (`enable_cache_report`); vLLM does not say it, its answers
+   do. Whether a worker wants a key is asked once, without the key.
+5. Nothing of `/server_info` is kept beyond the named fields: it holds the engine's own keys.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from gateway import findings as table
+from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, Finding, WorkerFacts, WorkerSpec
 from gateway.upstream.control import Answer, ControlClient, ProbeFailed
 from gateway.upstream.endpoints import SglangEvents, VllmSource, configured_sources, sglang_sources, vllm_sources
-from gateway.upstream.load import read_series, start_time, vllm_cache
+from gateway.upstream.load_text import Series, read_series, start_time, vllm_cache
+from gateway.upstream.ranks import rank_numbers, release_number, routes_ranks, without_collisions
 
 
 class _Model(msgspec.Struct):
@@ -53,7 +56,7 @@ class _ServerInfo(msgspec.Struct):
     version: str = ""
     page_size: int | None = None
     max_total_num_tokens: int | None = None
-    dp_size: int = 1
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] = 1
     disable_radix_cache: bool | None = None
     enable_cache_report: bool | None = None
     decode_log_interval: int | None = None
@@ -64,7 +67,6 @@ _T = TypeVar("_T")
 
 _LATE_STEPS = 20
 """Decode steps between two publications of SGLang's events, above which they count as late: about half a second."""
-_RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +81,16 @@ class _Answers:
     findings: tuple[Finding, ...]
     metrics_silent: bool
     sources_silent: bool
+    info_silent: bool
+    needs_key: bool | None
 
 
 async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts | None = None) -> WorkerFacts:
     """Asks the worker once. Raises ProbeFailed when it is not there, not ready or no inference server; the message
     says what to do. `known` is what an earlier probe found (rule 3)."""
-    said = await _ask(spec, client)
+    said = await _ask(spec, client, first=known is None)
+    if known is not None and known.engine is EngineKind.SGLANG and said.info_silent:
+        raise ProbeFailed(f"{spec.url}/server_info did not answer; is the worker overloaded?")
     findings = list(said.findings)
     engine, version = _engine(spec, said)
     models, adapters = _models(spec, said.models)
@@ -96,19 +102,21 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
             if info and info[0].labels.get("enable_prefix_caching") == "False":
                 findings.append(table.PREFIX_CACHING_OFF.found(engine))
             sources = vllm_sources(said.sources, host, findings, wanted=spec.kv_events is None)
-            ranks = max(len(info), len(sources), 1)
+            numbers = [*_engines(info), *sources]
         case EngineKind.SGLANG:
             block_size, kv_blocks = _sglang_cache(said, findings)
             sources = sglang_sources(
                 said.info.kv_events if said.info else None, host, findings, wanted=spec.kv_events is None
             )
-            ranks = max(said.info.dp_size if said.info else 1, len(sources), 1)
+            numbers = [*range(said.info.dp_size if said.info else 0), *sources]
         case EngineKind.UNKNOWN:
-            block_size, kv_blocks, sources, ranks = None, None, {}, 1
+            block_size, kv_blocks, sources, numbers = None, None, {}, []
             findings.append(table.ENGINE_UNKNOWN.found())
     if spec.block_size is not None and block_size not in (None, spec.block_size):
         findings.append(table.BLOCK_SIZE_WRONG.found(configured=spec.block_size, by="configured", said=block_size))
-    events = configured_sources(spec, host, sources, ranks)
+    ranks = rank_numbers(spec, numbers, findings)
+    events = without_collisions(configured_sources(spec, host, sources, ranks), findings)
+    routing = routes_ranks(spec, engine, version, ranks, findings)
     if events:
         findings += _release_findings(engine, version, adapters=bool(adapters))
     facts = WorkerFacts(
@@ -117,12 +125,16 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
         models=models,
         adapters=adapters,
         block_size=spec.block_size or block_size,
-        kv_blocks=kv_blocks,
+        kv_blocks=spec.kv_blocks or kv_blocks,
         max_model_len=next((model.max_model_len for model in said.models.data if model.max_model_len), None),
         events=events,
         start_time_unix=start_time(said.metrics),
         findings=tuple(findings),
         root=_root(said, models),
+        ranks=ranks,
+        rank_routing=routing,
+        cached_tokens_reported=said.info.enable_cache_report if said.info is not None else None,
+        needs_key=said.needs_key if known is None else known.needs_key,
     )
     if known is None or (known.engine, known.version) != (engine, version):
         return facts
@@ -138,16 +150,16 @@ def _completed(facts: WorkerFacts, said: _Answers, known: WorkerFacts) -> Worker
             kv_blocks=facts.kv_blocks or known.kv_blocks,
             start_time_unix=known.start_time_unix,
         )
-    # The number of ranks is counted in the metrics.
+    # Ranks are counted in both.
     if said.sources_silent or said.metrics_silent:
-        facts = replace(facts, events=known.events)
+        facts = replace(facts, events=known.events, ranks=known.ranks, rank_routing=known.rank_routing)
     return facts
 
 
 # --------------------------------------------------------------------------- asking
 
 
-async def _ask(spec: WorkerSpec, client: ControlClient) -> _Answers:
+async def _ask(spec: WorkerSpec, client: ControlClient, *, first: bool) -> _Answers:
     wants_vllm = spec.engine is not EngineKind.SGLANG
     wants_sglang = spec.engine is not EngineKind.VLLM
     findings: list[Finding] = []
@@ -158,10 +170,12 @@ async def _ask(spec: WorkerSpec, client: ControlClient) -> _Answers:
             asking_version = group.create_task(_if(wants_vllm, client, spec, "/version"))
             asking_info = group.create_task(_server_info(wants_sglang, client, spec))
             asking_metrics = group.create_task(_optional(True, client, spec, "/metrics", findings))
+            asking_need = group.create_task(_needs_key(spec, client, first=first))
             asking_sources = group.create_task(_optional(wants_vllm, client, spec, "/kv_event_sources", findings))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    version, info, metrics = asking_version.result(), asking_info.result(), asking_metrics.result()
+    version, metrics = asking_version.result(), asking_metrics.result()
+    info, info_silent = asking_info.result()
     sources = asking_sources.result()
     if metrics is None or metrics.status != 200:
         findings.append(table.METRICS_OFF.found(EngineKind.UNKNOWN if info is None else EngineKind.SGLANG))
@@ -174,6 +188,8 @@ async def _ask(spec: WorkerSpec, client: ControlClient) -> _Answers:
         findings=tuple(findings),
         metrics_silent=_silent(metrics),
         sources_silent=wants_vllm and _silent(sources),
+        info_silent=info_silent,
+        needs_key=asking_need.result(),
     )
 
 
@@ -181,12 +197,28 @@ async def _if(wanted: bool, client: ControlClient, spec: WorkerSpec, path: str) 
     return await client.get(spec.url + path, api_key=spec.api_key) if wanted else None
 
 
-async def _server_info(wanted: bool, client: ControlClient, spec: WorkerSpec) -> _ServerInfo | None:
+async def _server_info(wanted: bool, client: ControlClient, spec: WorkerSpec) -> tuple[_ServerInfo | None, bool]:
+    """What SGLang says of itself, and whether it may have something to say and did not (rule 3)."""
+    silent = False
     for path in ("/server_info", "/get_server_info"):  # the second up to 0.5.7
         answer = await _if(wanted, client, spec, path)
         if (info := _maybe(answer, _ServerInfo)) is not None:
-            return info
-    return None
+            return info, False
+        silent = silent or (wanted and _silent(answer))
+    return None, silent
+
+
+async def _needs_key(spec: WorkerSpec, client: ControlClient, *, first: bool) -> bool | None:
+    """Whether the worker refuses who has no key; without a configured one it has just served us."""
+    if spec.api_key is None:
+        return False
+    if not first:
+        return None
+    try:
+        status = (await client.get(f"{spec.url}/v1/models")).status
+    except ProbeFailed:
+        return None
+    return status in (401, 403) if status < 500 else None
 
 
 async def _optional(
@@ -291,7 +323,13 @@ def _root(said: _Answers, models: tuple[str, ...]) -> str | None:
     return next((model.root for model in said.models.data if model.id in models), None)
 
 
-# --------------------------------------------------------------------------- cache geometry
+# --------------------------------------------------------------------------- ranks and cache geometry
+
+
+def _engines(info: list[Series]) -> list[int]:
+    """Numbers of vLLM's data-parallel ranks, from the label `engine` of its `cache_config_info`."""
+    labels = (series.labels.get("engine", "") for series in info)
+    return [int(label) for label in labels if label.isascii() and label.isdigit()]
 
 
 def _sglang_cache(said: _Answers, findings: list[Finding]) -> tuple[int | None, int | None]:
@@ -315,11 +353,10 @@ def _sglang_cache(said: _Answers, findings: list[Finding]) -> tuple[int | None, 
 
 
 def _release_findings(engine: EngineKind, version: str, *, adapters: bool) -> list[Finding]:
-    """What the events of this release cannot tell. Builds from source (`0.1.dev...`) are taken for new ones."""
-    found = _RELEASE.match(version)
-    if found is None or "dev" in version:
+    """What the events of this release cannot tell."""
+    release = release_number(version)
+    if release is None:
         return []
-    release = tuple(int(part or 0) for part in found.groups())
     findings: list[Finding] = []
     sglang = engine is EngineKind.SGLANG
     if sglang and (0, 4, 8) <= release <= (0, 5, 5):

@@ -13,11 +13,13 @@ Wire formats: `GET /kv_event_sources` of vLLM (0.31 on), `kv_events` in SGLang's
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 
 from gateway import findings as table
+from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, EventSource, Finding, WorkerSpec
 
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "[::]", "::"})
@@ -40,7 +42,7 @@ class SglangEvents(msgspec.Struct):
     endpoint_host: str = "*"
     topic: str = ""
     block_size: int | None = None
-    dp_size: int = 1
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] = 1
     replay_endpoint_port_base: int | None = None
 
 
@@ -108,22 +110,22 @@ def sglang_sources(
 
 
 def configured_sources(
-    spec: WorkerSpec, host: str, probed: Mapping[int, EventSource], ranks: int
+    spec: WorkerSpec, host: str, probed: Mapping[int, EventSource], ranks: Sequence[int]
 ) -> tuple[EventSource, ...]:
-    """What the configuration says, laid over what the worker says. A configured address is rank 0's; the others
-    follow at port + rank, as engines place them."""
+    """What the configuration says, laid over what the worker says. A configured address is that of the first of the
+    `ranks` behind the URL; the others follow at one port each, as engines place them."""
     if spec.kv_events == "":
         return ()
-    numbers = sorted(probed) if spec.kv_events is None else sorted({*probed, *range(ranks)})
+    numbers = sorted(probed) if spec.kv_events is None else ranks
     sources: list[EventSource] = []
     for rank in numbers:
         known = probed.get(rank)
         endpoint = known.endpoint if known is not None else ""
         if spec.kv_events is not None:
-            endpoint = _shifted(_with_host(spec.kv_events, host), rank)
+            endpoint = _shifted(_with_host(spec.kv_events, host), rank - ranks[0])
         replay = known.replay_endpoint if known is not None else None
         if spec.kv_replay is not None:
-            replay = _shifted(_with_host(spec.kv_replay, host), rank) if spec.kv_replay else None
+            replay = _shifted(_with_host(spec.kv_replay, host), rank - ranks[0]) if spec.kv_replay else None
         topic = known.topic if known is not None else ""
         sources.append(EventSource(rank=rank, endpoint=endpoint, replay_endpoint=replay, topic=topic))
     return tuple(sources)

@@ -3,7 +3,8 @@
 Rules:
 1. Hop-by-hop headers (RFC 9110 7.6.1) end here, both ways, and so do those that a `Connection` header names.
 2. `x-kvgate-*` is ours: a client cannot send it to a worker, a worker cannot send it to a client.
-3. Every other header passes byte for byte.
+3. Which data-parallel rank serves a request is the gateway's choice: a client's own header for it is dropped.
+   Every other header passes byte for byte.
 4. `accept-encoding` is not passed on: the usage is read from the plain body, and between gateway and worker
    compression costs more than it saves.
 5. The length is stated anew: a request always goes out with `content-length`, an answer with the framing its client
@@ -39,6 +40,8 @@ _NOT_TO_WORKER = HOP_BY_HOP | {
     b"content-length",
     b"expect",
     b"host",
+    b"x-data-parallel-rank",
+    b"x-override-routed-dp-rank",
     b"x-request-id",
 }
 _NOT_TO_CLIENT = HOP_BY_HOP | {b"content-length"}
@@ -65,13 +68,15 @@ class RequestHead(NamedTuple):
     fields: bytes
     authorization: bytes
 
-    def to_worker(self, host: bytes, credentials: bytes, body_length: int) -> bytes:
-        """The request head for one worker: `credentials` (a whole header line) replace the client's when not empty."""
-        return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%bcontent-length: %d\r\n\r\n" % (
+    def to_worker(self, host: bytes, credentials: bytes, body_length: int, *, rank: bytes = b"") -> bytes:
+        """The request head for one worker: `credentials` (a whole header line) replace the client's when not empty,
+        `rank` is the header line that names its data-parallel rank."""
+        return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%b%bcontent-length: %d\r\n\r\n" % (
             self.target,
             host,
             self.fields,
             credentials or self.authorization,
+            rank,
             body_length,
         )
 

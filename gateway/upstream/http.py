@@ -29,19 +29,19 @@ class UpstreamStream:
 
     __slots__ = ("_connection", "_connections", "_counts", "_open", "connected_at")
 
-    def __init__(self, connections: WorkerConnections, counts: Counter[WorkerId]) -> None:
+    def __init__(self, connections: WorkerConnections, counts: Counter[tuple[WorkerId, str]]) -> None:
         self._connections = connections
         self._connection: Connection | None = None
         self._open = True
         self._counts = counts
-        counts[connections.spec.name] += 1
+        counts[connections.spec.name, connections.spec.url] += 1
         self.connected_at = 0.0
         """When a connection was at hand; known once an answer has come."""
 
     async def send(self, head: RequestHead, body: bytes, *, total_at: float) -> AnswerHead:
         """Send the request and wait for the head of the answer. Raises WorkerError."""
         connections = self._connections
-        raw = head.to_worker(connections.host_header, connections.credentials, len(body))
+        raw = head.to_worker(connections.host_header, connections.credentials, len(body), rank=connections.rank_header)
         try:
             connection = connections.take()
             if connection is not None:
@@ -84,10 +84,11 @@ class UpstreamStream:
         if self._open:
             self._open = False
             self._connection = None
-            worker = self._connections.spec.name
-            self._counts[worker] -= 1
-            if not self._counts[worker]:
-                del self._counts[worker]
+            spec = self._connections.spec
+            counted = spec.name, spec.url
+            self._counts[counted] -= 1
+            if not self._counts[counted]:
+                del self._counts[counted]
 
 
 class Upstream:
@@ -109,7 +110,7 @@ class Upstream:
         self._max_idle = max_idle_per_worker
         self._deadlines = Deadlines(clock, tick_s=tick_s)
         self._workers: dict[WorkerId, WorkerConnections] = {}
-        self._counts: Counter[WorkerId] = Counter()
+        self._counts: Counter[tuple[WorkerId, str]] = Counter()
 
     def open(self, worker: WorkerSpec) -> UpstreamStream:
         """Begin a stream; does no I/O yet."""
@@ -118,9 +119,10 @@ class Upstream:
             connections = self._renew(worker)
         return UpstreamStream(connections, self._counts)
 
-    def open_streams(self, worker: WorkerId | None = None) -> int:
-        """Streams of a worker (or of all) that are not over, also those of workers that left."""
-        return self._counts.total() if worker is None else self._counts[worker]
+    def open_streams(self, worker: WorkerSpec | None = None) -> int:
+        """Streams of a worker (or of all) that are not over, also those of workers that left. A worker of the same name
+        at another address is another one."""
+        return self._counts.total() if worker is None else self._counts[worker.name, worker.url]
 
     def idle_connections(self, worker: WorkerId) -> int:
         """Kept connections of a worker."""

@@ -10,6 +10,8 @@ Rules:
    cache without a word: its feeds learn it anew.
 4. Leaving is complete: tasks end, index, connections and metrics forget the worker; open requests run to their end. The
    worker gives up its slot only when nothing is left that writes to it, and its name only when all of this is done.
+5. A member is one server. Its data-parallel ranks are workers of their own where they can be (`ranks`): each has a seat
+   here, with slot and feeds. One probe and one load poll serve them all; they join, go down and leave together.
 
 It decides nothing about requests and keeps no load numbers.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import MappingProxyType
@@ -27,8 +29,9 @@ from typing import Any, Protocol
 import structlog
 import zmq
 
+from gateway.errors import FleetFull
 from gateway.kv import KvIndex
-from gateway.pool import Fleet, Worker, WorkerState
+from gateway.pool import Fleet, WorkerState
 from gateway.prefix import PromptHasher
 from gateway.records import EventSource, Finding, LoadSample, Severity, Slot, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
@@ -36,6 +39,7 @@ from gateway.upstream.discovery import probe
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
 from gateway.upstream.parity import token_differences
+from gateway.upstream.ranks import rank_facts, rank_specs
 
 _FIRST_RETRY_S = 0.25
 _LONGEST_RETRY_S = 5.0
@@ -61,15 +65,24 @@ class MembershipSettings:
     refresh_s: float = 10.0
 
 
-@dataclass(slots=True)
-class Member:
-    """One worker that was asked for. `error` says why it has not joined, or why the last refresh failed."""
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One worker of a member: the server, or one rank of it. `block_size` is what the index was told."""
 
     spec: WorkerSpec
-    slot: Slot | None = None
+    slot: Slot
     block_size: int = 0
-    facts: WorkerFacts | None = None
     feeds: dict[EventSource, KvFeed] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One server that was asked for. `error` says why it has not joined, or why the last refresh failed; `seats` are
+    its workers, none before it has joined."""
+
+    spec: WorkerSpec
+    seats: dict[WorkerId, Seat] = field(default_factory=dict)
+    facts: WorkerFacts | None = None
     poller: LoadPoller | None = None
     error: str | None = None
     leaving: bool = False
@@ -83,14 +96,19 @@ class Member:
     """Set: probe at once."""
 
     @property
+    def feeds(self) -> list[KvFeed]:
+        """Of all its workers."""
+        return [feed for seat in self.seats.values() for feed in seat.feeds.values()]
+
+    @property
     def caught_up(self) -> bool:
         """Joined, and every feed shows what its rank published."""
-        return self.slot is not None and all(feed.caught_up for feed in self.feeds.values())
+        return bool(self.seats) and all(feed.caught_up for feed in self.feeds)
 
 
 class Membership:
-    """All members by name. `on_joining` runs before a worker joins and makes its model's hasher ready; `on_left` when
-    it has gone."""
+    """All members by name. `on_joining` runs before a member joins, and at each probe: it makes its model's hasher
+    ready. `on_left` runs when a worker has gone."""
 
     def __init__(
         self,
@@ -127,8 +145,8 @@ class Membership:
         self._tasks.start(f"worker {spec.name}", lambda: self._follow(spec.name))
 
     async def add(self, spec: WorkerSpec) -> None:
-        """Let a worker join now. Raises ProbeFailed when it does not answer: then nothing has changed; ValueError when
-        a member has its name."""
+        """Let a worker join now. Raises ProbeFailed when it does not answer and FleetFull when there is no room: then
+        nothing has changed; ValueError when a member has its name."""
         if spec.name in self._members:
             raise ValueError(f"a worker named {spec.name!r} is a member")
         member = self._members[spec.name] = Member(spec)  # at once: the name is taken while the worker is probed
@@ -140,29 +158,35 @@ class Membership:
             raise
         self._tasks.start(f"worker {spec.name}", lambda: self._follow(spec.name))
 
-    async def leave(self, worker_id: WorkerId) -> None:
-        """Take a worker out; unknown names are fine. No new request goes there once this has begun."""
-        member = self._members.get(worker_id)
+    async def leave(self, name: WorkerId) -> None:
+        """Take a member out; unknown names are fine. No new request goes there once this has begun."""
+        member = self._members.get(name)
         if member is None or member.leaving:
             return
         member.leaving = True
-        self._fleet.set_state(worker_id, WorkerState.DOWN, self._clock(), reason="leaving")
-        await self._tasks.stop(f"worker {worker_id}")
-        await self._stop_feeds(member, list(member.feeds))
+        self._set_state(member, WorkerState.DOWN, "leaving")
+        await self._tasks.stop(f"worker {name}")
+        for seat in member.seats.values():
+            await self._stop_feeds(seat, list(seat.feeds))
         if member.poller is not None:
-            await self._tasks.stop(f"load {worker_id}")
-        # Nothing waits from here on: slot, index and name are free at the same moment.
-        del self._members[worker_id]
-        self._fleet.remove(worker_id, self._clock())
-        if member.slot is not None:
-            self._index.release(member.slot)
+            await self._tasks.stop(f"load {name}")
+        # Nothing waits from here on: slots, index and names are free at the same moment.
+        del self._members[name]
+        seats = list(member.seats.values())
+        self._give_up(member, seats)
         self._fit_block_sizes()
-        self._on_left(worker_id)
-        self._log.info("worker left", worker=worker_id)
+        if not seats:
+            self._on_left(name)
+        self._log.info("worker left", worker=name)
+
+    def member_of(self, worker_id: WorkerId) -> Member | None:
+        """The server that a worker is, or is a rank of; None when it is not in the fleet."""
+        worker = self._fleet.workers.get(worker_id)
+        return self._members.get(worker.spec.member) if worker is not None else None
 
     def look(self, worker_id: WorkerId) -> None:
         """A request found nobody at this worker's address: probe it now. Unknown names are fine."""
-        member = self._members.get(worker_id)
+        member = self.member_of(worker_id)
         if member is not None:
             member.look.set()
 
@@ -176,41 +200,54 @@ class Membership:
             member.look.clear()  # before the probe: who asks for one while it runs has seen something newer
             try:
                 facts = await probe(member.spec, self._control, known=member.facts)
+                if not member.seats:
+                    await self._join(member, facts)
+                else:
+                    await self._renew(member, facts)
             except ProbeFailed as error:
-                if member.error != error.message:
-                    self._log.warning("worker does not answer", worker=worker_id, reason=error.message)
-                member.error = error.message
+                self._failed(member, error.message)
                 if error.away:
                     member.away = True
-                    self._fleet.set_state(worker_id, WorkerState.DOWN, self._clock(), reason="away")
-                pause_s = retry_s if member.away or member.slot is None else self._settings.refresh_s
+                    self._set_state(member, WorkerState.DOWN, "away")
+                pause_s = retry_s if member.away or not member.seats else self._settings.refresh_s
                 retry_s = min(retry_s * 2, _LONGEST_RETRY_S)
+            except FleetFull as error:
+                self._failed(member, error.message)
+                pause_s = self._settings.refresh_s
             else:
                 member.error = None
                 retry_s = _FIRST_RETRY_S
                 pause_s = self._settings.refresh_s
-                if member.slot is None:
-                    await self._join(member, facts)
-                else:
-                    await self._renew(member, facts)
                 if not member.compared:
                     await self._compare_tokens(member, facts)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s * self._rng.uniform(0.9, 1.1)):
                     await member.look.wait()
 
+    def _failed(self, member: Member, reason: str) -> None:
+        if member.error != reason:
+            self._log.warning("worker does not answer", worker=member.spec.name, reason=reason)
+        member.error = reason
+
+    def _set_state(self, member: Member, state: WorkerState, reason: str | None = None) -> None:
+        for name in member.seats:
+            self._fleet.set_state(name, state, self._clock(), reason=reason)
+
     async def _renew(self, member: Member, facts: WorkerFacts) -> None:
         """A member answered again."""
         before = member.facts
         back, member.away = member.away, False
         if back:
-            self._fleet.set_state(member.spec.name, WorkerState.READY, self._clock())
+            self._set_state(member, WorkerState.READY)
             self._log.info("worker is back", worker=member.spec.name)
         restarted = before is not None and before.start_time_unix != facts.start_time_unix
         if back or restarted:
-            for feed in member.feeds.values():
+            for feed in member.feeds:
                 feed.resync()
-        if facts != before:
+        hasher = await self._on_joining(member.spec, facts)  # a tokenizer may have come within reach
+        if facts != before or hasher is not member.hasher:
+            member.hasher = hasher
+            member.compared = False
             await self._refresh(member, facts)
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
@@ -218,17 +255,18 @@ class Membership:
         member.hasher = await self._on_joining(spec, facts)
         if member.leaving:
             raise ProbeFailed(f"worker {spec.name} was removed while it joined")
-        worker = self._fleet.add(spec, facts, self._clock())
+        self._take_seats(member, facts)
         member.facts = facts
-        member.slot = worker.slot
         self._fit_block_sizes()
-        self._start_feeds(member, worker, facts.events)
+        for seat in member.seats.values():
+            self._start_feeds(seat, rank_facts(seat.spec, facts).events)
         member.poller = LoadPoller(
             spec,
             facts.engine,
             client=self._control,
             on_sample=self._on_sample,
             random=self._rng,
+            workers=_by_rank(member),
             poll_s=self._settings.poll_s,
         )
         self._tasks.start(f"load {spec.name}", member.poller.run)
@@ -239,9 +277,32 @@ class Membership:
             version=facts.version,
             models=list(facts.models),
             block_size=facts.block_size,
+            ranks=[name for name in member.seats if name != spec.name],
             events=[source.endpoint for source in facts.events],
         )
         member.away = False
+
+    def _take_seats(self, member: Member, facts: WorkerFacts) -> None:
+        """A seat in the fleet for each worker that has none. Raises FleetFull, with nothing changed."""
+        taken: list[Seat] = []
+        for name, spec in rank_specs(member.spec, facts).items():
+            if name in member.seats:
+                continue
+            try:
+                worker = self._fleet.add(spec, rank_facts(spec, facts), self._clock())
+            except FleetFull:
+                self._give_up(member, taken)
+                raise
+            seat = member.seats[name] = Seat(spec, worker.slot)
+            taken.append(seat)
+
+    def _give_up(self, member: Member, seats: Sequence[Seat]) -> None:
+        """These workers leave the fleet; nothing writes to their slots any more."""
+        for seat in seats:
+            del member.seats[seat.spec.name]
+            self._fleet.remove(seat.spec.name, self._clock())
+            self._index.release(seat.slot)
+            self._on_left(seat.spec.name)
 
     async def _compare_tokens(self, member: Member, facts: WorkerFacts) -> None:
         """Tell the operator of what could be better, token ids that differ included."""
@@ -258,26 +319,40 @@ class Membership:
                 return
         member.compared, member.not_compared = True, None
         if differences:
-            told = replace(facts, findings=facts.findings + differences)
-            self._fleet.facts(spec.name, told, self._clock())
+            self._tell(member, replace(facts, findings=facts.findings + differences))
         for finding in facts.findings + differences:
             tell = self._log.info if finding.severity is Severity.INFO else self._log.warning
             tell("worker could serve better", worker=spec.name, **finding._asdict())
 
     async def _refresh(self, member: Member, facts: WorkerFacts) -> None:
-        member.hasher = await self._on_joining(member.spec, facts)
-        member.compared = False
+        """Facts or seats have changed."""
+        wanted = rank_specs(member.spec, facts)
+        gone = [seat for name, seat in member.seats.items() if name not in wanted]
+        for seat in gone:
+            self._fleet.set_state(seat.spec.name, WorkerState.DOWN, self._clock(), reason="leaving")
+        for seat in gone:
+            await self._stop_feeds(seat, list(seat.feeds))
+        self._give_up(member, gone)
+        self._take_seats(member, facts)
         member.facts = facts
-        self._fleet.facts(member.spec.name, facts, self._clock())
+        self._tell(member, facts)
         self._fit_block_sizes()
-        await self._stop_feeds(member, [source for source in member.feeds if source not in facts.events])
-        worker = self._fleet.workers[member.spec.name]
-        self._start_feeds(member, worker, [source for source in facts.events if source not in member.feeds])
+        for seat in member.seats.values():
+            events = rank_facts(seat.spec, facts).events
+            await self._stop_feeds(seat, [source for source in seat.feeds if source not in events])
+            self._start_feeds(seat, [source for source in events if source not in seat.feeds])
+        if member.poller is not None:
+            member.poller.workers = _by_rank(member)
         self._log.info("worker changed", worker=member.spec.name, models=list(facts.models), version=facts.version)
+
+    def _tell(self, member: Member, facts: WorkerFacts) -> None:
+        """What is known of a server, to each of its workers."""
+        for name, seat in member.seats.items():
+            self._fleet.facts(name, rank_facts(seat.spec, facts), self._clock())
 
     def _on_sample(self, worker_id: WorkerId, sample: LoadSample) -> None:
         self._fleet.load(worker_id, sample, self._clock())
-        member = self._members.get(worker_id)
+        member = self.member_of(worker_id)
         if member is not None and member.facts is not None and sample.start_time_unix != member.facts.start_time_unix:
             member.look.set()
 
@@ -286,35 +361,39 @@ class Membership:
     def _fit_block_sizes(self) -> None:
         """Bind every worker in the block size of its pool's keys (rule 2)."""
         for member in self._members.values():
-            if member.slot is None or member.facts is None:
-                continue
-            worker = self._fleet.workers[member.spec.name]
-            size = self._fleet.key_block_size(worker)
-            if size != member.block_size:
-                self._index.bind(worker.slot, block_size=size, engine=member.facts.engine)
-                member.block_size = size
-                for feed in member.feeds.values():
-                    feed.resync()
+            for name, seat in member.seats.items():
+                worker = self._fleet.workers[name]
+                size = self._fleet.key_block_size(worker)
+                if size != seat.block_size:
+                    self._index.bind(seat.slot, block_size=size, engine=worker.facts.engine)
+                    seat.block_size = size
+                    for feed in seat.feeds.values():
+                        feed.resync()
 
-    def _start_feeds(self, member: Member, worker: Worker, sources: Any) -> None:
+    def _start_feeds(self, seat: Seat, sources: Iterable[EventSource]) -> None:
         for source in sources:
-            feed = member.feeds[source] = KvFeed(
-                worker.id,
-                worker.slot,
+            feed = seat.feeds[source] = KvFeed(
+                seat.spec.name,
+                seat.slot,
                 source,
                 index=self._index,
                 context=self._context,
                 clock=self._clock,
                 turns=self._turns,
             )
-            self._tasks.start(_feed_name(worker.id, source), feed.run)
+            self._tasks.start(_feed_name(seat, source), feed.run)
 
-    async def _stop_feeds(self, member: Member, sources: list[EventSource]) -> None:
+    async def _stop_feeds(self, seat: Seat, sources: Sequence[EventSource]) -> None:
         for source in sources:
-            await self._tasks.stop(_feed_name(member.spec.name, source))
-            feed = member.feeds.pop(source)
+            await self._tasks.stop(_feed_name(seat, source))
+            feed = seat.feeds.pop(source)
             self._index.purge(feed.slot, source.rank)
 
 
-def _feed_name(worker_id: WorkerId, source: EventSource) -> str:
-    return f"feed {worker_id} {source.rank} {source.endpoint}"
+def _by_rank(member: Member) -> dict[int | None, WorkerId]:
+    """Who is behind the member's URL, as its load poll tells them apart."""
+    return {seat.spec.rank.number if seat.spec.rank else None: name for name, seat in member.seats.items()}
+
+
+def _feed_name(seat: Seat, source: EventSource) -> str:
+    return f"feed {seat.spec.name} {source.rank} {source.endpoint}"

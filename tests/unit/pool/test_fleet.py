@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from gateway.errors import FleetFull
 from gateway.pool import Fleet, Reservation, WorkerState
 from gateway.pool.fleet import MAX_WORKERS
-from gateway.records import EngineKind, LoadSample, Role, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EngineKind, LoadSample, Rank, Role, WorkerFacts, WorkerId, WorkerSpec
 
 
 def spec(name: str, *, url: str | None = None, role: Role = Role.BOTH, models: tuple[str, ...] = ()) -> WorkerSpec:
@@ -150,9 +153,27 @@ def test_new_facts_move_a_worker_between_pools() -> None:
     fleet.load(WorkerId("nobody"), LoadSample(0, 0, 0), 1.0)
 
 
+def test_who_shares_a_server() -> None:
+    fleet = Fleet()
+    url = "http://w1:8000"
+    for number in (0, 1):
+        rank = Rank(WorkerId("w1"), number, number)
+        fleet.add(replace(spec(f"w1@{number}", url=url), rank=rank), facts(), 0.0)
+    alone = fleet.add(spec("w2"), facts(), 0.0)
+    assert fleet.behind(fleet.workers[WorkerId("w1@1")]) == {"w1@0", "w1@1"}
+    assert fleet.behind(alone) == {"w2"}
+
+
+def test_a_configured_cache_size_wins_over_what_polls_say() -> None:
+    fleet = Fleet()
+    worker = fleet.add(replace(spec("a"), kv_blocks=5), facts(), 0.0)
+    fleet.load(worker.id, LoadSample(0, 0, 0.0, kv_blocks=100), 1.0)
+    assert worker.kv_capacity == 5 * 16
+
+
 def test_slots_are_bounded() -> None:
     fleet = Fleet()
     for number in range(MAX_WORKERS):
         fleet.add(spec(f"w{number}"), facts(), 0.0)
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(FleetFull, match="at most"):
         fleet.add(spec("one-too-many"), facts(), 0.0)

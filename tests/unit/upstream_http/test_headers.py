@@ -16,6 +16,8 @@ def test_request_headers() -> None:
             (b"authorization", b"Bearer c"),
             (b"accept-encoding", b"gzip"),
             (b"x-kvgate-retries", b"9"),
+            (b"x-data-parallel-rank", b"1"),
+            (b"x-override-routed-dp-rank", b"1"),
             (b"x-request-id", b"theirs"),
             (b"accept", b"*/*"),
             (b"accept", b"text/plain"),
@@ -34,6 +36,14 @@ def test_a_workers_key_replaces_the_clients() -> None:
     keyed = head.to_worker(b"w", b"authorization: Bearer worker\r\n", 0)
     assert b"Bearer worker" in keyed
     assert b"Bearer client" not in keyed
+
+
+def test_the_rank_is_the_gateways_choice() -> None:
+    head = request_head(b"/", [(b"x-data-parallel-rank", b"7")], request_id=b"r")
+    assert b"parallel" not in head.to_worker(b"w", b"", 0)
+    placed = head.to_worker(b"w", b"", 0, rank=b"x-data-parallel-rank: 1\r\n")
+    assert placed.count(b"parallel") == 1
+    assert b"\r\nx-data-parallel-rank: 1\r\ncontent-length: 0\r\n\r\n" in placed
 
 
 def test_answer_headers() -> None:

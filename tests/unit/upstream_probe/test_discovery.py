@@ -83,6 +83,7 @@ async def test_vllm() -> None:
         start_time_unix=1.79596383357e9,
         findings=(),
         root="tiny-qwen2",
+        needs_key=False,
     )
 
 
@@ -343,8 +344,28 @@ async def test_the_key_is_sent_and_stays_out_of_the_facts() -> None:
     answers["/server_info"] = (200, json.dumps(info))
     seen: list[httpx.Request] = []
     facts = await probed(answers, spec(api_key="our-secret"), seen)
-    assert {request.headers["authorization"] for request in seen} == {"Bearer our-secret"}
+    keyed = [request.headers.get("authorization") for request in seen]
+    assert keyed.count("Bearer our-secret") == len(keyed) - 1  # once without: does it need one?
     assert "secret" not in repr(facts)
+
+
+@pytest.mark.parametrize(("without", "needs"), [(401, True), (403, True), (200, False), (500, None)])
+async def test_whether_a_worker_needs_its_key_is_asked_once(without: int, needs: bool | None) -> None:
+    answers = answers_of("vllm-0.32.0")
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        status, body = answers.get(request.url.path, (404, ""))
+        keyless = "authorization" not in request.headers
+        return httpx.Response(without if keyless else status, text=body)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http:
+        client = ControlClient(http)
+        facts = await probe(spec(api_key="k"), client)
+        again = await probe(spec(api_key="k"), client, known=facts)
+    assert (facts.needs_key, again.needs_key) == (needs, needs)
+    assert sum("authorization" not in request.headers for request in seen) == 1
 
 
 async def test_without_a_key_none_is_sent() -> None:

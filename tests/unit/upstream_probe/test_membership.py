@@ -13,10 +13,11 @@ import pytest
 import pytest_asyncio
 import zmq
 
+from gateway.errors import FleetFull
 from gateway.kv import KvIndex
 from gateway.kv.events import Cleared
 from gateway.pool import Fleet, WorkerState
-from gateway.records import WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import RankChoice, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.membership import Membership, MembershipSettings
 
@@ -50,6 +51,9 @@ class Stand:
         self.fleet, self.index, self.tasks = Fleet(), KvIndex(), Tasks()
         self.left: list[WorkerId] = []
         self.models = [{"id": "m"}]
+        self.answers: dict[str, str] = {}
+        """Further paths that are answered."""
+        self.away: set[str] = set()
         self.probes = 0
         self.on_probe: Callable[[], None] | None = None
         self.on_joining: Callable[[], Awaitable[None]] | None = None
@@ -81,7 +85,7 @@ async def stand() -> AsyncIterator[Stand]:
     made: list[Stand] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.host == "down":
+        if request.url.host in ("down", *made[0].away):
             raise httpx.ConnectError("refused")
         if request.url.path == "/v1/models":
             made[0].probes += 1
@@ -89,7 +93,8 @@ async def stand() -> AsyncIterator[Stand]:
             if meanwhile is not None:
                 meanwhile()
             return httpx.Response(200, text=json.dumps({"data": made[0].models}))
-        return httpx.Response(404)
+        text = made[0].answers.get(request.url.path)
+        return httpx.Response(404) if text is None else httpx.Response(200, text=text)
 
     with zmq.Context() as context:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http:
@@ -184,3 +189,179 @@ async def test_a_look_asked_for_while_a_probe_runs_is_not_lost(stand: Stand) -> 
 
 async def _run(run: Callable[[], Awaitable[None]]) -> None:
     await run()
+
+
+# --------------------------------------------------------------------------- data-parallel ranks
+
+
+def vllm(stand: Stand, ranks: int, *, version: str = "0.32.0", first: int = 0) -> None:
+    """Workers are vLLM with that many ranks from now on, each of 10 blocks and 1000 + rank requests running."""
+    numbers = range(first, first + ranks)
+    sources = {
+        str(n): {"endpoint": f"tcp://*:{15557 + n}", "replay_endpoint": f"tcp://*:{15657 + n}", "topic": ""}
+        for n in numbers
+    }
+    lines = [
+        line
+        for n in numbers
+        for line in (
+            f'vllm:cache_config_info{{block_size="16",engine="{n}",num_gpu_blocks="{10 * ranks}"}} 1',
+            f'vllm:num_requests_running{{engine="{n}"}} {1000 + n}',
+            f'vllm:num_requests_waiting{{engine="{n}"}} {n}',
+            f'vllm:kv_cache_usage_perc{{engine="{n}"}} 0.{n}',
+        )
+    ]
+    stand.answers |= {
+        "/version": json.dumps({"version": version}),
+        "/kv_event_sources": json.dumps(sources),
+        "/metrics": "\n".join(lines),
+    }
+
+
+R0, R1 = WorkerId("w1@0"), WorkerId("w1@1")
+
+
+async def test_each_rank_is_a_worker_of_its_own(stand: Stand) -> None:
+    vllm(stand, 2)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    workers = stand.fleet.workers
+    assert set(workers) == {R0, R1}
+    assert workers[R0].slot != workers[R1].slot
+    assert {worker.spec.url for worker in workers.values()} == {"http://w1:8000"}
+    assert [workers[name].spec.rank for name in (R0, R1)] == [(W1, 0, 0), (W1, 1, 1)]
+    assert [workers[name].kv_capacity for name in (R0, R1)] == [160, 160]
+    assert all(stand.bound(name) for name in (R0, R1))
+    assert set(stand.membership.members) == {W1}
+    assert stand.membership.member_of(R1) is stand.membership.members[W1]
+    assert {name for name in stand.tasks.names if name.startswith("feed")} == {
+        "feed w1@0 0 tcp://w1:15557",
+        "feed w1@1 1 tcp://w1:15558",
+    }
+    assert {name for name in stand.tasks.names if not name.startswith("feed")} == {"worker w1", "load w1"}
+
+
+async def test_one_poll_brings_each_rank_its_own_load(stand: Stand) -> None:
+    vllm(stand, 2)
+    await stand.membership.add(WorkerSpec(W1, "https://w1:8000"))
+    poller = stand.membership.members[W1].poller
+    assert poller is not None
+    await poller.poll()
+    loads = [stand.fleet.workers[name].load for name in (R0, R1)]
+    assert [(load.running, load.waiting, load.kv_usage, load.kv_blocks) for load in loads if load is not None] == [
+        (1000, 0, 0.0, 10),
+        (1001, 1, 0.1, 10),
+    ]
+
+
+async def test_ranks_leave_together(stand: Stand) -> None:
+    vllm(stand, 2)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    slots = [worker.slot for worker in stand.fleet.workers.values()]
+    await stand.membership.leave(R0)  # a rank is no member
+    assert set(stand.fleet.workers) == {R0, R1}
+    await stand.membership.leave(W1)
+    assert (dict(stand.fleet.workers), stand.tasks.names, sorted(stand.left)) == ({}, set(), [R0, R1])
+    assert all(stand.index.apply(slot, 0, [Cleared()]).ignored == {"unbound": 1} for slot in slots)
+
+
+async def test_ranks_go_down_and_come_back_together(stand: Stand) -> None:
+    vllm(stand, 2)
+    stand.membership._settings = MembershipSettings(refresh_s=10_000)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    workers = stand.fleet.workers
+    following = asyncio.ensure_future(_run(stand.tasks.runs["worker w1"]))
+
+    async def all_are(state: WorkerState) -> None:
+        async with asyncio.timeout(20):
+            while {worker.state for worker in workers.values()} != {state}:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    stand.away.add("w1")
+    stand.membership.look(R1)
+    await all_are(WorkerState.DOWN)
+    stand.away.clear()
+    await all_are(WorkerState.READY)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_the_number_of_ranks_follows_the_engine(stand: Stand) -> None:
+    vllm(stand, 2)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    following = asyncio.ensure_future(_run(stand.tasks.runs["worker w1"]))
+    for ranks, names in ((3, {R0, R1, "w1@2"}), (1, {W1}), (2, {R0, R1})):
+        vllm(stand, ranks)
+        async with asyncio.timeout(20):
+            while set(stand.fleet.workers) != names:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        poller = stand.membership.members[W1].poller
+        assert poller is not None
+        assert set(poller.workers.values()) == names
+        feeds = {name for name in stand.tasks.names if name.startswith("feed")}
+        assert feeds == {f"feed {f'w1@{n}' if ranks > 1 else 'w1'} {n} tcp://w1:{15557 + n}" for n in range(ranks)}
+    assert {R0, R1, "w1@2", W1} <= set(stand.left)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "ranks", "names"),
+    [
+        ("0.11.1", RankChoice.AUTO, {R0, R1}),
+        ("0.11.0", RankChoice.AUTO, {W1}),
+        ("0.1.dev7+gabcdef", RankChoice.AUTO, {R0, R1}),
+        ("unknown", RankChoice.AUTO, {W1}),
+        ("unknown", RankChoice.EACH, {R0, R1}),
+        ("0.32.0", RankChoice.ONE, {W1}),
+    ],
+)
+async def test_a_release_that_cannot_be_told_the_rank_is_one_worker(
+    stand: Stand, version: str, ranks: RankChoice, names: set[WorkerId]
+) -> None:
+    vllm(stand, 2, version=version)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000", ranks=ranks))
+    assert set(stand.fleet.workers) == names
+    told = {finding.code for worker in stand.fleet.workers.values() for finding in worker.facts.findings}
+    assert ("ranks_as_one" in told) == (ranks is RankChoice.AUTO and names == {W1})
+    if names == {W1}:
+        worker = stand.fleet.workers[W1]
+        assert [source.rank for source in worker.facts.events] == [0, 1]
+        assert worker.kv_capacity == 2 * 160
+
+
+async def test_a_rank_number_is_the_engines_and_the_header_the_position(stand: Stand) -> None:
+    """Hybrid load balancing: the second server of two has ranks 2 and 3, and counts them 0 and 1 in requests."""
+    vllm(stand, 2, first=2)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    ranks = [worker.spec.rank for worker in stand.fleet.workers.values()]
+    assert ranks == [(W1, 2, 0), (W1, 3, 1)]
+
+
+async def test_one_rank_of_an_externally_balanced_engine_is_a_plain_worker(stand: Stand) -> None:
+    vllm(stand, 1, first=3)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    worker = stand.fleet.workers[W1]
+    assert worker.spec.rank is None
+    assert [source.endpoint for source in worker.facts.events] == ["tcp://w1:15560"]
+
+
+async def test_a_full_fleet_takes_no_part_of_a_worker(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.pool.fleet.MAX_WORKERS", 1)
+    vllm(stand, 2)
+    with pytest.raises(FleetFull):
+        await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    assert (dict(stand.fleet.workers), dict(stand.membership.members), stand.tasks.names) == ({}, {}, set())
+    vllm(stand, 1)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    stand.membership.expect(WorkerSpec(W2, "http://w2:8000"))
+    following = asyncio.ensure_future(_run(stand.tasks.runs["worker w2"]))
+    async with asyncio.timeout(20):
+        while stand.membership.members[W2].error is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert "at most" in (stand.membership.members[W2].error or "")
+    await stand.membership.leave(W1)
+    async with asyncio.timeout(20):
+        while W2 not in stand.fleet.workers:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.records import EngineKind
-from gateway.upstream.load import parse_loads, parse_metrics, read_series
+from gateway.records import EngineKind, LoadSample
+from gateway.upstream.load_text import parse_loads, parse_metrics, parse_rank_loads, parse_ranks, read_series
 
 ENGINES = Path(__file__).parents[2] / "golden" / "engines"
 
@@ -111,11 +111,56 @@ def test_ranks_of_one_vllm_worker_add_up_and_the_fullest_counts() -> None:
             f"vllm:kv_cache_usage_perc{labels} {usage}",
             f"vllm:prefix_cache_queries_total{labels} 10",
             f"vllm:prefix_cache_hits_total{labels} 4",
-            f'vllm:cache_config_info{{block_size="16",engine="{engine}",num_gpu_blocks="100"}} 1',
+            f'vllm:cache_config_info{{block_size="16",engine="{engine}",num_gpu_blocks="200"}} 1',
         ]
     sample = parse_metrics("\n".join(lines).encode(), EngineKind.VLLM)
     assert (sample.running, sample.waiting, sample.kv_usage) == (8, 2, 0.9)
     assert (sample.prefix_queries, sample.prefix_hits, sample.kv_blocks) == (20, 8, 200)
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.32.0", "vllm-0.16.0"])
+def test_each_rank_of_vllm_has_its_own_load(engine: str) -> None:
+    """A recorded exposition with a second rank: every series again, as the engine writes it."""
+    text = text_of(engine).decode()
+    second = [line for line in text.splitlines() if 'engine="0"' in line]
+    second = [line.replace('engine="0"', 'engine="1"').replace("} 16.0", "} 5.0") for line in second]
+    samples = parse_ranks("\n".join((text, *second, "")).encode(), EngineKind.VLLM, (0, 1))
+    whole = parse_metrics(text.encode(), EngineKind.VLLM)
+    assert set(samples) == {0, 1}
+    assert (samples[0].running, samples[1].running) == (16, 5)
+    for sample in samples.values():
+        assert (sample.waiting, sample.kv_usage, sample.prefix_hits) == (
+            whole.waiting,
+            whole.kv_usage,
+            whole.prefix_hits,
+        )
+        assert sample.start_time_unix == whole.start_time_unix
+    # 0.32.0 says tokens of one rank, 0.16.0 blocks of both.
+    assert samples[0].kv_blocks == (128 if engine == "vllm-0.32.0" else 64)
+
+
+def test_a_rank_that_is_not_in_the_text_is_told() -> None:
+    with pytest.raises(ValueError, match='engine="1"'):
+        parse_ranks(text_of("vllm-0.32.0"), EngineKind.VLLM, (0, 1))
+    with pytest.raises(ValueError, match='dp_rank="1"'):
+        parse_ranks(text_of("sglang-0.5.23"), EngineKind.SGLANG, (1,))
+
+
+def test_each_rank_of_sglang_has_its_own_load() -> None:
+    text = sglang_text(
+        'sglang:num_running_reqs{dp_rank="0",tp_rank="0"} 3',
+        'sglang:num_running_reqs{dp_rank="0",tp_rank="1"} 3',
+        'sglang:num_running_reqs{dp_rank="1",tp_rank="2"} 4',
+        'sglang:num_queue_reqs{dp_rank="0",tp_rank="0"} 1',
+        'sglang:num_queue_reqs{dp_rank="1",tp_rank="2"} 0',
+        'sglang:max_total_num_tokens{dp_rank="0"} 160',
+        'sglang:max_total_num_tokens{dp_rank="1"} 320',
+        'sglang:page_size{dp_rank="0"} 16',
+        'sglang:prompt_tokens_total{model_name="m"} 100',
+    )
+    samples = parse_ranks(text, EngineKind.SGLANG, (0, 1))
+    assert [(samples[n].running, samples[n].waiting, samples[n].kv_blocks) for n in (0, 1)] == [(3, 1, 10), (4, 0, 20)]
+    assert samples[0].prefix_queries is None  # counted for all ranks together
 
 
 def test_hybrid_vllm_counts_its_cache_in_tokens() -> None:
@@ -176,6 +221,9 @@ def test_loads_of_sglang() -> None:
     )
     sample = parse_loads(body)
     assert (sample.running, sample.waiting, sample.kv_usage) == (7, 3, 0.7)
+    assert parse_rank_loads(body, (1, 0)) == {0: LoadSample(3, 1, 0.2), 1: LoadSample(4, 2, 0.7)}
+    with pytest.raises(ValueError, match="rank 2"):
+        parse_rank_loads(body, (2,))
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"loads": []}', b'{"loads": [{"num_running_reqs": "x"}]}', b"\xff"])
