@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.config import ConfigError, ModelSettings
+from gateway.prefix import PromptHasher
 from gateway.records import EngineKind, WorkerFacts, WorkerId, WorkerSpec
 from gateway.runtime.models import Tokenizers
 
@@ -72,9 +74,14 @@ async def test_what_cannot_be_read_is_not_read_again_and_again(tmp_path: Path, m
     made = tokenizers()
     facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), root=str(broken(tmp_path, "json")))
     spec = WorkerSpec(WorkerId("w1"), "http://w1:8000")
-    loads = []
+    loads: list[object] = []
     load = made._load
-    monkeypatch.setattr(made, "_load", lambda *args: loads.append(args) or load(*args))
+
+    def counted(*args: Any) -> PromptHasher:
+        loads.append(args)
+        return load(*args)
+
+    monkeypatch.setattr(made, "_load", counted)
     for _ in range(3):
         await made.prepare(spec, facts)
     assert len(loads) == 1
