@@ -189,6 +189,17 @@ class RoutingSettings(_Section):
     affinity: AffinitySettings = AffinitySettings()
 
 
+class IndexSettings(_Section):
+    """What is known of the workers' caches."""
+
+    approximate_ttl_s: Seconds = Field(
+        600, description="How long a block learned from routing (a worker without events) counts without being used."
+    )
+    approximate_tokens: int = Field(
+        262_144, ge=1024, le=1 << 40, description="Cache of a worker that does not report its size, in tokens."
+    )
+
+
 class TimeoutSettings(_Section):
     """Deadlines of the phases on the worker's side."""
 
@@ -233,6 +244,7 @@ class Settings(BaseSettings):
     models: tuple[ModelSettings, ...] = ()
     workers: tuple[WorkerSettings, ...] = ()
     routing: RoutingSettings = RoutingSettings()
+    index: IndexSettings = IndexSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     retries: RetrySettings = RetrySettings()
     load: LoadSettings = LoadSettings()

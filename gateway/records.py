@@ -156,6 +156,10 @@ class PrefixBlocks:
 
     `mode` is NONE when the tokens are not known: then `chains` is empty, `tokens` an estimate from the body's
     size, and `reason` says why in a word (`no_tokenizer`, `multimodal`, `endpoint`, ...).
+
+    When it is APPROXIMATE the keys are of the prompt's text, in blocks of a fixed number of bytes; `tokens`, those of
+    each chain and `block_size` are then estimates, `text_bytes` is the length they were made from (0: not to be learned
+    from), and `reason` says why the tokens are not known.
     """
 
     chains: tuple[Chain, ...]
@@ -163,6 +167,7 @@ class PrefixBlocks:
     block_size: int
     mode: PrefixMode = PrefixMode.EXACT
     reason: str | None = None
+    text_bytes: int = 0
 
 
 # --------------------------------------------------------------------------- workers

@@ -7,7 +7,8 @@ Rules:
    never waits for anything.
 3. A decision enters the request's blocks into the index for its worker at once, before any event says so. They stay
    while its prefill runs and `speculative_ttl_s` longer, by when the worker's own events have confirmed them; a
-   request that ends before its first byte takes them back at once.
+   request that ends before its first byte takes them back at once. Where no event will say so they are remembered
+   when the prefill is over (`kv.approximate`), and what the worker then reports as cached corrects that.
 4. `explain` is the same computation without the reservation.
 5. Overlaps are believed as far as the worker's trust goes: the score sees overlap times trust, the decision record the
    overlap itself, and a route miss is measured against the latter.
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from random import Random
 
 from gateway.errors import BadRequest, NoWorker, UnknownModel
-from gateway.kv import KvIndex, Overlaps, Speculation
+from gateway.kv import KvIndex, Overlaps, Remembered, Speculation
 from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, View, pick
 from gateway.pool import Fleet, Pool, Reservation, Sessions, Worker
 from gateway.records import (
@@ -34,6 +35,7 @@ from gateway.records import (
     MissCause,
     Outcome,
     PrefixBlocks,
+    PrefixMode,
     Result,
     Slot,
     StageTimes,
@@ -41,6 +43,7 @@ from gateway.records import (
     TextPrompt,
     Tier,
     TokenPrompt,
+    Usage,
     WorkerId,
 )
 
@@ -118,6 +121,8 @@ class _Booking:
     worker: Worker
     reservation: Reservation
     speculation: Speculation | None
+    blocks: PrefixBlocks
+    remembered: Remembered | None = None
 
 
 class _Ledger:
@@ -137,11 +142,17 @@ class _Ledger:
         self.open += 1
         self._fleet.reserve(worker, reservation, now)
         speculation = self._index.speculate(worker.slot, blocks) if blocks.chains else None
-        return _Booking(worker, reservation, speculation)
+        return _Booking(worker, reservation, speculation, blocks)
 
     def prefilled(self, booking: _Booking, now: float) -> None:
-        booking.worker.first_byte(booking.reservation, now)
+        worker, blocks = booking.worker, booking.blocks
+        worker.first_byte(booking.reservation, now)
         if booking.speculation is not None:
+            booking.remembered = self._index.remember(worker.slot, blocks, worker.kv_capacity, now)
+            if booking.remembered is not None:
+                self._index.retract(booking.speculation)
+                booking.speculation = None
+                return
             self._fading.append((now + self._ttl_s, booking.speculation))
             booking.speculation = None
 
@@ -151,6 +162,15 @@ class _Ledger:
         if booking.speculation is not None:
             self._index.retract(booking.speculation)
             booking.speculation = None
+
+    def reported(self, booking: _Booking, prompt_tokens: int, cached_tokens: int, now: float) -> None:
+        """The worker's own figures for a request that was remembered."""
+        known, worker = booking.remembered, booking.worker
+        if known is not None and prompt_tokens > 0:
+            # Tokens of a text are an estimate: brought to its scale.
+            delivered = cached_tokens * booking.blocks.tokens / prompt_tokens if known.text else cached_tokens
+            sent_at = booking.reservation.sent_at
+            self._index.contradict(worker.slot, known, delivered=delivered, sent_at=sent_at, now=now)
 
     def expire(self, now: float) -> None:
         fading = self._fading
@@ -246,6 +266,7 @@ class Router:
     def expire(self, now: float) -> None:
         """About every half second: what has a life time ends."""
         self._ledger.expire(now)
+        self._index.expire(now)
         self.sessions.expire(now)
         self.fleet.tick(now)
         # Asking each overlap for its slow part costs as much as scoring: only done once a slower tier holds anything.
@@ -292,7 +313,7 @@ class Router:
             predicted_tokens=raw[at],
             available_tokens=max(raw),
             prompt_tokens=tokens,
-            block_size=pool.block_size,
+            block_size=blocks.block_size,
             mode=blocks.mode,
             candidates=Candidates([w.id for w in workers], raw, [w.trust for w in workers], rows),
             excluded=excluded,
@@ -391,6 +412,8 @@ class Lease:
             return self._outcome
         outcome = self._outcome = self._record.outcome = self._make_outcome(ending, started_at, stages, retries)
         self._ledger.close(self._booking, ending.ended_at)
+        if ending.usage is not None and outcome.delivered_tokens is not None:
+            self._ledger.reported(self._booking, ending.usage.prompt_tokens, outcome.delivered_tokens, ending.ended_at)
         self._learn(ending, outcome)
         return outcome
 
@@ -398,6 +421,7 @@ class Lease:
         if ending.result is not Result.COMPLETED or not outcome.completion_tokens:
             return
         rates = self._pool.rates
+        rates.learn_text(self._booking.blocks.text_bytes, outcome.prompt_tokens)
         rates.learn_output(outcome.completion_tokens / _answers(self._request))
         if outcome.inter_token_s is not None:
             rates.learn_inter_token(float(self.worker.inflight_requests + 1), outcome.inter_token_s)
@@ -406,7 +430,7 @@ class Lease:
         decision, usage, request = self.decision, ending.usage, self._request
         # Of several prompts engines report one's cached tokens: nothing to hold against the prediction for all.
         delivered = usage.cached_tokens if usage is not None and _prompts(request) == 1 else None
-        missed = _missed(decision, delivered)
+        missed = _missed(decision, delivered, usage)
         first_at = ending.first_byte_at if ending.first_byte_at is not None else self._first_byte_at
         return Outcome(
             request_id=request.request_id,
@@ -505,12 +529,16 @@ def _affinity(session: str | None, home: WorkerId | None, chosen: WorkerId) -> s
     return "kept" if home == chosen else "moved"
 
 
-def _missed(decision: Decision, delivered: int | None) -> int:
-    """Predicted less delivered where that is a route miss: above one block and 10 % of the prediction."""
+def _missed(decision: Decision, delivered: int | None, usage: Usage | None) -> int:
+    """Predicted less delivered where that is a route miss: above one block and 10 % of the prediction. A prediction in
+    estimated tokens is held against what the prompt turned out to be, and a fourth of it is allowed."""
     if delivered is None:
         return 0
-    short = decision.predicted_tokens - delivered
-    return short if short > decision.block_size and short > 0.1 * decision.predicted_tokens else 0
+    predicted, allowed = decision.predicted_tokens, 0.1
+    if decision.mode is PrefixMode.APPROXIMATE and usage is not None and decision.prompt_tokens > 0:
+        predicted, allowed = predicted * usage.prompt_tokens // decision.prompt_tokens, 0.25
+    short = predicted - delivered
+    return short if short > decision.block_size and short > allowed * predicted else 0
 
 
 def _inter_token_s(ending: Ending, first_at: float | None, answers: int) -> float | None:

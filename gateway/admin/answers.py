@@ -95,7 +95,8 @@ class FindingAnswer(BaseModel):
 
 
 class WorkerAnswer(BaseModel):
-    """One worker: what it is, what it does, what is known of its cache. `findings` say what to improve, and how.
+    """One worker: what it is, what it does, what is known of its cache (`index_from` says from where).
+    `findings` say what to improve, and how.
 
     A data-parallel rank that is a worker of its own has its number in `rank`, and the name of its server in `member`;
     members are what is added and removed. `ranks` are all ranks behind a worker."""
@@ -129,6 +130,7 @@ class WorkerAnswer(BaseModel):
     polls_failed: int
     trust: float
     slowdown: float
+    index_from: Literal["events", "routing"]
     index_blocks: dict[str, int]
     feed: FeedAnswer | None
     findings: list[FindingAnswer]
@@ -170,6 +172,7 @@ class WorkerAnswer(BaseModel):
             polls_failed=reading.polls_failed if reading is not None else 0,
             trust=worker.trust,
             slowdown=worker.slowdown,
+            index_from="events" if reading is not None and reading.announces else "routing",
             index_blocks={tier.value: blocks for tier, blocks in reading.blocks.items()} if reading is not None else {},
             feed=FeedAnswer.of(feed) if feed is not None else None,
             findings=[FindingAnswer.of(finding) for finding in facts.findings],
@@ -223,19 +226,42 @@ class PoolAnswer(BaseModel):
         )
 
 
+class LearnedAnswer(BaseModel):
+    """Blocks learned from routing (workers without events, keys of text): how many, the bytes they take, how many were
+    dropped since the start, by reason."""
+
+    blocks: int
+    bytes: int
+    dropped: dict[str, int]
+    by_worker: dict[str, int]
+
+
 class IndexAnswer(BaseModel):
-    """The index of KV blocks; `blocks` by worker and tier."""
+    """The index of KV blocks; `blocks` are those announced, by worker and tier."""
 
     estimated_bytes: int
     orphans: int
     truncated: int
     blocks: dict[str, dict[str, int]]
+    approximate: LearnedAnswer
 
     @classmethod
     def of(cls, index: IndexReading, workers: list[WorkerReading]) -> IndexAnswer:
         """As metrics see it."""
         blocks = {str(w.worker): {tier.value: n for tier, n in w.blocks.items()} for w in workers}
-        return cls(estimated_bytes=index.bytes, orphans=index.orphans, truncated=index.truncated, blocks=blocks)
+        approximate = LearnedAnswer(
+            blocks=index.learned_blocks,
+            bytes=index.learned_bytes,
+            dropped=dict(index.learned_dropped),
+            by_worker={str(w.worker): w.learned_blocks for w in workers if w.learned_blocks},
+        )
+        return cls(
+            estimated_bytes=index.bytes,
+            orphans=index.orphans,
+            truncated=index.truncated,
+            blocks=blocks,
+            approximate=approximate,
+        )
 
 
 class SessionsAnswer(BaseModel):
@@ -316,7 +342,7 @@ class DecisionAnswer(BaseModel):
     available_tokens: int
     prompt_tokens: int
     block_size: int
-    mode: Literal["exact", "none"]
+    mode: Literal["exact", "engine", "approximate", "none"]
     reason: str | None
     affinity: str
     age_s: float

@@ -252,7 +252,12 @@ def _deciding(views: AdminViews) -> APIRouter:
         if hasher is None:
             blocks = PrefixBlocks((), len(body) // _BYTES_A_TOKEN, pool.block_size, PrefixMode.NONE, "no_tokenizer")
         else:
-            work = hasher.begin(asked, block_size=pool.block_size, adapter=pool.adapter)
+            work = hasher.begin(
+                asked,
+                block_size=pool.block_size,
+                adapter=pool.adapter,
+                bytes_a_token=pool.rates.bytes_a_token,
+            )
             if work.pending:
                 await asyncio.to_thread(work.encode)
             blocks = work.blocks()

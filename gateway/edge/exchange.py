@@ -206,7 +206,12 @@ class Exchange:
         if hasher is None:
             blocks = PrefixBlocks((), len(body) // _BYTES_A_TOKEN, pool.block_size, PrefixMode.NONE, "no_tokenizer")
         else:
-            work = hasher.begin(request, block_size=pool.block_size, adapter=pool.adapter)
+            work = hasher.begin(
+                request,
+                block_size=pool.block_size,
+                adapter=pool.adapter,
+                bytes_a_token=pool.rates.bytes_a_token,
+            )
             if work.pending:
                 await self._loop.run_in_executor(edge.executor, work.encode)
             blocks = work.blocks()

@@ -1,11 +1,22 @@
 """Index of KV blocks: decoding engines' events, following their sequence, and the overlap of requests with workers.
 
-Face: `KvIndex` with `Overlaps`, `Speculation`, `Applied`, `IndexStats`. Events and feed states are named in `kv.events`
+Face: `KvIndex` with `Overlaps`, `Speculation`, `Applied`, `IndexStats`, and `ApproximateSettings` with `Remembered`
+for what is learned from routing. Events and feed states are named in `kv.events`
 and `kv.feed_state`, for the shell that feeds them.
 """
 
+from gateway.kv.approximate import ApproximateSettings, ApproximateStats, Remembered
 from gateway.kv.index import Applied, IndexStats, KvIndex
 from gateway.kv.overlap import Overlaps
 from gateway.kv.speculation import Speculation
 
-__all__ = ["Applied", "IndexStats", "KvIndex", "Overlaps", "Speculation"]
+__all__ = [
+    "Applied",
+    "ApproximateSettings",
+    "ApproximateStats",
+    "IndexStats",
+    "KvIndex",
+    "Overlaps",
+    "Remembered",
+    "Speculation",
+]

@@ -10,7 +10,9 @@ Rules for callers:
 3. A slot is bound before its events count and released when its worker goes; speculations of a released slot end.
 4. Several ranks behind one URL share a slot: the worker's bit stays until no rank of it holds the block. Which rank
    serves a request is the worker's choice, so the overlap of such a worker is what its best rank might hold.
-5. A worker whose block size is k times that of the index's keys fills k keys with each of its blocks, and its overlap
+5. What a worker without events holds is learned from the requests sent to it (`remember`), where the index was given
+   `ApproximateSettings`; the same masks say so, and a worker's first event ends it (`approximate`).
+6. A worker whose block size is k times that of the index's keys fills k keys with each of its blocks, and its overlap
    is floored to its own size. Any other size cannot be matched; its blocks are counted as `block_size` problems.
 """
 
@@ -22,12 +24,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, ApproximateStats, Remembered
 from gateway.kv.events import KvEvent
 from gateway.kv.ingest import Placement, Tally
 from gateway.kv.overlap import Overlaps, run_of
 from gateway.kv.speculation import Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
-from gateway.records import BlockKey, EngineKind, PrefixBlocks, Slot, Tier
+from gateway.records import BlockKey, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
 
 DEFAULT_ORPHAN_LIMIT: Final = 16_384
 """Orphans kept per rank: some 8 MB a rank at worst, and far more than a rank announces before its heads are known."""
@@ -70,6 +73,7 @@ class IndexStats:
     speculative: int
     speculative_truncated: int
     estimated_bytes: int
+    approximate: ApproximateStats
 
 
 class KvIndex:
@@ -80,9 +84,12 @@ class KvIndex:
         *,
         orphan_limit: int = DEFAULT_ORPHAN_LIMIT,
         speculative_limit: int = DEFAULT_SPECULATIVE_LIMIT,
+        approximate: ApproximateSettings | None = None,
     ) -> None:
+        """Without `approximate` nothing is learned from routing."""
         self._placement = Placement()
         self._speculative = SpeculativeBlocks(speculative_limit)
+        self._approximate = ApproximateBlocks(self._placement.masks[0], approximate) if approximate else None
         self._workers: dict[Slot, WorkerTable] = {}
         self._spans: dict[Slot, int] = {}
         self._orphan_limit = orphan_limit
@@ -108,6 +115,8 @@ class KvIndex:
             return
         self.purge(slot)
         self._speculative.retract_all(worker.bit)
+        if self._approximate is not None:
+            self._approximate.release(worker.bit)
         self._spans.pop(slot, None)
         del self._workers[slot]
 
@@ -118,6 +127,11 @@ class KvIndex:
         worker = self._workers.get(slot)
         if worker is None:
             return Applied({}, {}, {"unbound": len(events)})
+        if not worker.heard and events:
+            worker.heard = True
+            if self._approximate is not None:
+                self._approximate.forget(self._approximate.worker(worker.bit), text=False)
+                worker.learned_blocks = 0
         table = worker.ranks.get(rank)
         if table is None:
             table = worker.ranks[rank] = RankTable(self._orphan_limit)
@@ -156,7 +170,8 @@ class KvIndex:
             masks=self._placement.masks,
             speculative=self._speculative.masks,
             slow_slots=self._placement.slow_slots,
-            spans=self._spans,
+            # Blocks of text are no whole number of the engine's: there is nothing to round to.
+            spans=_NO_SPANS if blocks.mode is PrefixMode.APPROXIMATE else self._spans,
         )
 
     def speculate(self, slot: Slot, blocks: PrefixBlocks) -> Speculation:
@@ -173,6 +188,59 @@ class KvIndex:
         """End a speculation; idempotent, also after its slot was released or bound anew."""
         self._speculative.retract(speculation)
 
+    # ------------------------------------------------------------------ learned from routing
+
+    def remember(self, slot: Slot, blocks: PrefixBlocks, capacity: int, now: float) -> Remembered | None:
+        """The worker has prefilled a request: learn its blocks, where its events do not tell (None where they do).
+        `capacity` is the worker's cache in tokens, 0 when unknown."""
+        worker = self._workers.get(slot)
+        if worker is None or self._approximate is None:
+            return None
+        if worker.heard and blocks.mode is not PrefixMode.APPROXIMATE:
+            return None
+        learned = self._approximate.worker(worker.bit)
+        remembered = self._approximate.remember(learned, blocks, capacity, now)
+        worker.learned_blocks = learned.held_tokens // worker.block_size
+        return remembered
+
+    def contradict(self, slot: Slot, known: Remembered, *, delivered: float, sent_at: float, now: float) -> bool:
+        """The worker reported `delivered` cached tokens for a request that was remembered, sent at `sent_at`. True
+        when that shows that it has evicted something (`ApproximateBlocks.contradict`)."""
+        worker = self._workers.get(slot)
+        if worker is None or self._approximate is None:
+            return False
+        learned = self._approximate.worker(worker.bit)
+        return self._approximate.contradict(learned, known, delivered=delivered, sent_at=sent_at, now=now)
+
+    def forget(self, slot: Slot) -> int:
+        """The worker's process is another one, or may be: drop what was learned, and learn until it announces again.
+        Returns how many blocks went. Announced blocks are the feed's (`purge`)."""
+        worker = self._workers.get(slot)
+        if worker is None or self._approximate is None:
+            return 0
+        worker.heard = False
+        worker.learned_blocks = 0
+        return self._approximate.forget(self._approximate.worker(worker.bit))
+
+    def expire(self, now: float) -> None:
+        """About twice a second: learned blocks end with their life time."""
+        approximate = self._approximate
+        if approximate is None:
+            return
+        approximate.expire(now)
+        for worker in self._workers.values():
+            worker.learned_blocks = approximate.worker(worker.bit).held_tokens // worker.block_size
+
+    def learned(self, slot: Slot) -> int:
+        """Blocks learned from routing, of token keys and of text keys."""
+        worker = self._workers.get(slot)
+        return 0 if worker is None or self._approximate is None else self._approximate.worker(worker.bit).blocks
+
+    def announces(self, slot: Slot) -> bool:
+        """Whether events of this worker have come: what it holds is then read from them."""
+        worker = self._workers.get(slot)
+        return worker is not None and worker.heard
+
     # ------------------------------------------------------------------ numbers
 
     def resident(self, slot: Slot, tier: Tier) -> int:
@@ -181,14 +249,15 @@ class KvIndex:
         return 0 if worker is None else worker.blocks[TIER_INDEX[tier]]
 
     def gpu_blocks(self, slots: Sequence[Slot]) -> list[int]:
-        """`resident` on GPU for many workers at once, in their order."""
+        """Blocks on GPU, announced or learned, for many workers at once, in their order."""
         workers = self._workers
-        return [workers[slot].blocks[0] if slot in workers else 0 for slot in slots]
+        return [workers[slot].blocks[0] + workers[slot].learned_blocks if slot in workers else 0 for slot in slots]
 
     def stats(self) -> IndexStats:
         """Numbers for metrics and the admin port; costs a walk over workers and ranks, not over blocks."""
         workers = self._workers
         tables = [table for worker in workers.values() for table in worker.ranks.values()]
+        approximate = self._approximate.stats() if self._approximate is not None else ApproximateStats(0, 0, {})
         return IndexStats(
             blocks={slot: dict(zip(TIERS, worker.blocks, strict=True)) for slot, worker in workers.items()},
             ignored={slot: dict(worker.ignored) for slot, worker in workers.items()},
@@ -198,7 +267,8 @@ class KvIndex:
             orphans_dropped=self._orphans_dropped,
             speculative=self._speculative.held,
             speculative_truncated=self._speculative.truncated,
-            estimated_bytes=self._estimated_bytes(tables),
+            estimated_bytes=self._estimated_bytes(tables) + approximate.bytes,
+            approximate=approximate,
         )
 
     def engine_hashes(self, slot: Slot, rank: int, tier: Tier) -> frozenset[int]:
@@ -222,6 +292,7 @@ class KvIndex:
 
 
 _NONE: Final[Mapping[Tier, int]] = MappingProxyType({})
+_NO_SPANS: Final[Mapping[Slot, int]] = MappingProxyType({})
 
 # Slots of the object, token array, list of copies, list and dictionary entry of its parent, the hash itself.
 _ORPHAN_BYTES: Final = 480

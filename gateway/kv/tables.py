@@ -170,7 +170,8 @@ class RankTable:
 class WorkerTable:
     """One worker that occupies a slot. `blocks[tier]` counts its distinct block keys; `shared[tier]` counts holders
     beyond the first of a key that several ranks, or several engine hashes, of the worker stand for. `span` is
-    how many keys one of the engine's own blocks covers."""
+    how many keys one of the engine's own blocks covers. `heard`: the worker has announced something.
+    `learned_blocks` is what was learned from routing instead, in blocks of `block_size` tokens."""
 
     __slots__ = (
         "_roots",
@@ -178,7 +179,9 @@ class WorkerTable:
         "block_size",
         "blocks",
         "counted",
+        "heard",
         "ignored",
+        "learned_blocks",
         "ranks",
         "shared",
         "slot",
@@ -190,6 +193,8 @@ class WorkerTable:
         self.bit = 1 << slot
         self.block_size = block_size
         self.counted = counted
+        self.heard = False
+        self.learned_blocks = 0
         self.span = 0
         self.ranks: dict[int, RankTable] = {}
         self.blocks = [0, 0, 0, 0]

@@ -29,6 +29,12 @@ from typing import NamedTuple
 OUTPUT_PRIOR_TOKENS = 200.0
 """Mean answer length until some are seen."""
 
+BYTES_A_TOKEN_PRIOR = 4.0
+"""Bytes of English text a token stands for, until usage reports show what they are."""
+_TEXT_PRIOR_TOKENS = 100.0
+"""What the prior weighs: a short prompt, which is mostly template, moves it little, a long one decides."""
+_TEXT_BOUNDS = (1.0, 16.0)
+
 _WARM_UP = 5
 """Observations whose median sets the scale of the prior: enough to outvote two outliers."""
 _MEMORY = 200
@@ -143,7 +149,10 @@ INTER_TOKEN_PRIOR = InterTokenRates(0.02, 2e-4)
 class PoolRates:
     """What the workers of one base model have in common. `prefill` and `inter_token` are replaced when they move."""
 
-    __slots__ = ("_inter_token", "_prefill", "inter_token", "output_tokens", "prefill", "prompt_tokens")
+    __slots__ = (
+        "_inter_token", "_prefill", "_text_bytes", "_text_tokens", "bytes_a_token", "inter_token", "output_tokens",
+        "prefill", "prompt_tokens",
+    )  # fmt: skip
 
     def __init__(self, prefill: PrefillRates = PREFILL_PRIOR, inter_token: InterTokenRates = INTER_TOKEN_PRIOR) -> None:
         self._prefill = Regression(prefill)
@@ -154,6 +163,10 @@ class PoolRates:
         """Running mean of answer lengths."""
         self.prompt_tokens = 0.0
         """Running mean of prompt lengths; 0 until one is seen."""
+        self.bytes_a_token = BYTES_A_TOKEN_PRIOR
+        """Bytes of a prompt's text (UTF-8) for each of its tokens, where the tokens are not known here."""
+        self._text_bytes = BYTES_A_TOKEN_PRIOR * _TEXT_PRIOR_TOKENS
+        self._text_tokens = _TEXT_PRIOR_TOKENS
 
     @property
     def samples(self) -> int:
@@ -189,6 +202,15 @@ class PoolRates:
         """A prompt of `tokens` was placed."""
         mean = self.prompt_tokens
         self.prompt_tokens = mean + 0.02 * (tokens - mean) if mean else float(tokens)
+
+    def learn_text(self, text_bytes: int, tokens: int) -> None:
+        """A prompt of `text_bytes` bytes was `tokens` tokens in the worker's own count; 0 bytes say nothing."""
+        if text_bytes <= 0 or tokens <= 0:
+            return
+        keep = 1.0 - 1.0 / _MEMORY
+        self._text_bytes = self._text_bytes * keep + text_bytes
+        self._text_tokens = self._text_tokens * keep + tokens
+        self.bytes_a_token = min(max(self._text_bytes / self._text_tokens, _TEXT_BOUNDS[0]), _TEXT_BOUNDS[1])
 
     def learn_output(self, tokens: float) -> None:
         """An answer of `tokens` ended by itself."""

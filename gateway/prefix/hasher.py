@@ -5,9 +5,10 @@ The work of a request is a `PrefixWork`, in three steps so that the event loop n
 text), `blocks()` (on the loop: remember what is new). A turn of a long chat costs its new text only.
 
 Rules:
-1. Blocks are exact or absent. What cannot be known exactly is `PrefixMode.NONE` with the reason in a word:
-   `no_tokenizer`, `no_template`, `chat_template` (the client brought its own), `template` (it refuses these messages),
-   `volatile` (it asks for the date and there is no clock), `multimodal`, `malformed`, `text` (lone surrogates),
+1. Blocks of tokens are exact. Where the tokens cannot be known but the text says what is equal, blocks are of the text
+   (`prefix.text`, `PrefixMode.APPROXIMATE`), with the reason in a word: `no_tokenizer`, `no_template`, `chat_template`
+   (the client brought its own), `volatile` (the template asks for the date and there is no clock), `multimodal`, `text`
+   (lone surrogates). Else there are none (`PrefixMode.NONE`): `template` (it refuses these messages), `malformed`,
    `too_large`, or the reason of a `NoPrompt`. Nothing raises for what a client sent.
 2. `encode()` reads the caches and changes none of them; all writes happen in `begin()` and `blocks()`.
 3. Keys depend on adapter and cache salt (`keys.namespace`) and on the tokens before them, on nothing else.
@@ -28,6 +29,7 @@ from gateway.prefix.files import ModelFiles, read_model_files
 from gateway.prefix.messages import Unrenderable, conversation
 from gateway.prefix.run import Run
 from gateway.prefix.template import ChatTemplate
+from gateway.prefix.text import text_blocks
 from gateway.prefix.tokens import PromptTokenizer
 from gateway.prefix.tools import ToolCache
 from gateway.records import (
@@ -63,6 +65,9 @@ _TOOL_CACHE_BYTES = 4 << 20
 
 _BYTES_PER_TOKEN = 4
 """For the estimate when the tokens are unknown."""
+
+_BY_TEXT = frozenset({"no_tokenizer", "no_template", "chat_template", "volatile", "multimodal", "text"})
+"""Why tokens are not known, where the text will do."""
 
 _RESERVED_KWARGS = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools"})
 
@@ -135,9 +140,19 @@ class PromptHasher:
             chain_cache_bytes=chain_cache_bytes,
         )
 
-    def begin(self, request: InferenceRequest, *, block_size: int, adapter: str | None = None) -> PrefixWork:
-        """Start a request's prefix work; `pending` of the result says whether `encode()` must run before `blocks()`."""
-        return PrefixWork(self, request, block_size, adapter)
+    def begin(
+        self,
+        request: InferenceRequest,
+        *,
+        block_size: int,
+        adapter: str | None = None,
+        bytes_a_token: float = _BYTES_PER_TOKEN,
+    ) -> PrefixWork:
+        """Start a request's prefix work; `pending` of the result says whether `encode()` must run before `blocks()`.
+
+        `bytes_a_token` is what a token of this model stands for where the tokens are not known.
+        """
+        return PrefixWork(self, request, block_size, adapter, bytes_a_token)
 
     def stats(self) -> PrefixStats:
         """Counters and sizes for telemetry."""
@@ -255,10 +270,19 @@ class PromptHasher:
 class PrefixWork:
     """The prefix blocks of one request in the making."""
 
-    __slots__ = ("_block_size", "_hasher", "_later", "_request", "_result", "_runs")
+    __slots__ = ("_adapter", "_block_size", "_bytes_a_token", "_hasher", "_later", "_request", "_result", "_runs")
 
-    def __init__(self, hasher: PromptHasher, request: InferenceRequest, block_size: int, adapter: str | None) -> None:
+    def __init__(
+        self,
+        hasher: PromptHasher,
+        request: InferenceRequest,
+        block_size: int,
+        adapter: str | None,
+        bytes_a_token: float,
+    ) -> None:
         self._hasher = hasher
+        self._adapter = adapter
+        self._bytes_a_token = bytes_a_token
         self._request = request
         self._block_size = block_size
         self._runs: Sequence[Run] = ()
@@ -320,13 +344,17 @@ class PrefixWork:
 
     def _begin_text(self, prompt: ChatPrompt | TextPrompt, adapter: str | None, *, too_many: bool, parts: int) -> None:
         hasher, request = self._hasher, self._request
-        if hasher.tokenizer is None:
-            self._none("no_tokenizer")
-        elif too_many:
+        large = request.body_bytes > LOOK_UP_INLINE_BYTES or parts > LOOK_UP_INLINE_PARTS
+        if too_many:
             self._none("too_large")
+        elif hasher.tokenizer is None:
+            if large:
+                self._later = partial(self._none, "no_tokenizer")
+            else:
+                self._none("no_tokenizer")
         else:
             root = hasher.root(adapter, request.cache_salt, self._block_size, prompt.add_special_tokens)
-            if request.body_bytes > LOOK_UP_INLINE_BYTES or parts > LOOK_UP_INLINE_PARTS:
+            if large:
                 self._later = partial(self._look_up, prompt, hasher.tokenizer, root, in_thread=True)
             else:
                 self._look_up(prompt, hasher.tokenizer, root, in_thread=False)
@@ -362,5 +390,19 @@ class PrefixWork:
             self._runs = runs
 
     def _none(self, reason: str) -> None:
-        estimate = max(1, self._request.body_bytes // _BYTES_PER_TOKEN)
+        """The tokens are not known: blocks of the text where it will do."""
+        request = self._request
+        if reason in _BY_TEXT and isinstance(request.prompt, ChatPrompt | TextPrompt):
+            try:
+                self._result = text_blocks(
+                    request.prompt,
+                    adapter=self._adapter,
+                    salt=request.cache_salt,
+                    bytes_a_token=self._bytes_a_token,
+                    reason=reason,
+                )
+                return
+            except Unrenderable as error:
+                reason = error.reason
+        estimate = max(1, request.body_bytes // _BYTES_PER_TOKEN)
         self._result = PrefixBlocks((), estimate, self._block_size, PrefixMode.NONE, reason)

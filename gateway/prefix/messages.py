@@ -114,7 +114,7 @@ def conversation(
         if type(role) is not str:
             raise Unrenderable("malformed")
         if role == "system" and not sglang:
-            content = _without_billing(content)
+            content = without_billing(content)
         if type(content) is str:
             shown: object = [{"type": "text", "text": content}] if parts else content
         else:
@@ -194,7 +194,14 @@ def _part_text(part: object) -> str | None:
     return text
 
 
-def _without_billing(content: object) -> object:
+def plain_text(part: object) -> str | None:
+    """The text of a content part that is nothing but text, else None."""
+    if type(part) is dict and type(part.get("type")) is str:
+        part = part.get(_TEXT_FIELD.get(part["type"], ""))
+    return part if type(part) is str else None
+
+
+def without_billing(content: object) -> object:
     """The content without the billing line, of a string or of each part; nothing stays of a part that is no more."""
     if type(content) is str:
         return content.partition("\n")[2] or None if content.startswith(_BILLING_LINE) else content

@@ -31,7 +31,7 @@ from gateway.admin import AdminViews, Readiness, admin_app
 from gateway.config import Settings
 from gateway.edge import Edge, EdgeLimits, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
-from gateway.kv import KvIndex
+from gateway.kv import ApproximateSettings, KvIndex
 from gateway.policy import Weights, make_policy
 from gateway.pool import STALE_S, Fleet
 from gateway.records import Outcome, WorkerId
@@ -90,7 +90,11 @@ class Gateway:
             block_sizes={name: m.block_size for m in settings.models for name in (m.name, *m.aliases) if m.block_size},
             stale_s=max(STALE_S, _STALE_POLLS * settings.load.poll_s),
         )
-        self.index = KvIndex()
+        self.index = KvIndex(
+            approximate=ApproximateSettings(
+                ttl_s=settings.index.approximate_ttl_s, default_tokens=settings.index.approximate_tokens
+            )
+        )
         routing = settings.routing
         self.router = Router(
             self.fleet,

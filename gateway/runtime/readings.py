@@ -57,6 +57,8 @@ class GatewayReadings:
                 load_age_s=now - worker.loaded_at if worker.loaded_at is not None else None,
                 trust=worker.trust,
                 blocks={tier: self._index.resident(worker.slot, tier) for tier in Tier},
+                learned_blocks=self._index.learned(worker.slot),
+                announces=self._index.announces(worker.slot),
                 polls_ok=poller.counts.ok if poller is not None else 0,
                 polls_failed=poller.counts.failed if poller is not None else 0,
                 error=member.error if member is not None else None,
@@ -77,6 +79,9 @@ class GatewayReadings:
             bytes=stats.estimated_bytes,
             orphans=stats.orphans + stats.placeholders,
             truncated=stats.orphans_dropped + stats.speculative_truncated,
+            learned_blocks=stats.approximate.blocks,
+            learned_bytes=stats.approximate.bytes,
+            learned_dropped=stats.approximate.dropped,
         )
 
 

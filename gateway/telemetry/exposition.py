@@ -40,6 +40,7 @@ class Exposition:
         page.family(m.INDEX_BYTES, [((), index.bytes)])
         page.family(m.INDEX_ORPHANS, [((), index.orphans)])
         page.family(m.INDEX_TRUNCATED, [((), index.truncated)])
+        page.family(m.INDEX_LEARNED_DROPPED, [((reason,), n) for reason, n in index.learned_dropped.items()])
         _write_feeds(page, list(self._readings.feeds()))
         return page.text() + generate_latest(self._process)
 
@@ -51,6 +52,7 @@ class Exposition:
         page.histograms(m.REQUEST_SECONDS, [(s.labels, s.seconds) for s in series])
         page.histograms(m.TTFT_SECONDS, [(s.labels, s.ttft) for s in series])
         page.histograms(m.INTER_TOKEN_SECONDS, [(s.labels, s.inter_token) for s in series])
+        page.family(m.PREFIX_MODES, [((mode,), n) for mode, n in requests.modes.items()])
         page.histograms(m.OVERHEAD_SECONDS, [((stage,), seconds) for stage, seconds in requests.stages.items()])
         page.family(m.PROMPT_TOKENS, [(s.labels, s.prompt) for s in sent])
         page.family(m.AVAILABLE_TOKENS, [(s.labels, s.available) for s in sent])
@@ -77,6 +79,7 @@ def _write_workers(page: _Page, workers: Sequence[WorkerReading]) -> None:
         [((w.worker, result), n) for w in workers for result, n in (("ok", w.polls_ok), ("failed", w.polls_failed))],
     )
     page.family(m.ACCOUNTING_DRIFT, [((w.worker,), w.inflight_requests - w.open_streams) for w in workers])
+    page.family(m.INDEX_LEARNED, [((w.worker,), w.learned_blocks) for w in workers])
     page.family(m.INDEX_BLOCKS, [((w.worker, tier), n) for w in workers for tier, n in w.blocks.items()])
 
 

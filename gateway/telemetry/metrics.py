@@ -51,6 +51,9 @@ TTFT_SECONDS = _spec(
 INTER_TOKEN_SECONDS = _spec(
     "inter_token_seconds", Kind.HISTOGRAM, _REQUEST, "Mean time between two tokens of one answer, once a request."
 )
+PREFIX_MODES = _spec(
+    "prefix_mode_total", Kind.COUNTER, ("mode",), "Requests placed, by what their prefix blocks were made of."
+)
 OVERHEAD_SECONDS = _spec(
     "overhead_seconds",
     Kind.HISTOGRAM,
@@ -134,6 +137,15 @@ INDEX_ORPHANS = _spec(
     "index_orphans", Kind.GAUGE, (), "Announced blocks whose head is unknown; not part of an overlap."
 )
 INDEX_TRUNCATED = _spec("index_truncated_total", Kind.COUNTER, (), "Blocks the index left out or dropped for a limit.")
+INDEX_LEARNED = _spec(
+    "index_learned_blocks", Kind.GAUGE, ("worker",), "Blocks learned from routing, where no event tells."
+)
+INDEX_LEARNED_DROPPED = _spec(
+    "index_learned_dropped_total",
+    Kind.COUNTER,
+    ("reason",),
+    "Learned blocks dropped: size (of the worker's cache), age, evicted (the worker reported fewer cached tokens).",
+)
 KV_EVENTS = _spec("kv_events_total", Kind.COUNTER, ("worker", "type"), "KV events received, by type.")
 KV_EVENT_GAPS = _spec("kv_event_gaps_total", Kind.COUNTER, ("worker",), "Gaps in the sequence of event messages.")
 KV_EVENT_REPLAYS = _spec(
@@ -162,6 +174,7 @@ METRICS: tuple[MetricSpec, ...] = (
     REQUEST_SECONDS,
     TTFT_SECONDS,
     INTER_TOKEN_SECONDS,
+    PREFIX_MODES,
     OVERHEAD_SECONDS,
     PROMPT_TOKENS,
     AVAILABLE_TOKENS,
@@ -186,6 +199,8 @@ METRICS: tuple[MetricSpec, ...] = (
     INDEX_BYTES,
     INDEX_ORPHANS,
     INDEX_TRUNCATED,
+    INDEX_LEARNED,
+    INDEX_LEARNED_DROPPED,
     KV_EVENTS,
     KV_EVENT_GAPS,
     KV_EVENT_REPLAYS,

@@ -20,7 +20,8 @@ class WorkerReading:
 
     `waiting_requests` and `kv_usage` are the worker's own words, None before its first load sample; `load_age_s` is
     the sample's age. `open_streams` counts the edge's open exchanges with the worker: leases minus these must be 0.
-    `error` is why the last probe failed, for operators.
+    `error` is why the last probe failed, for operators. `learned_blocks` were learned from routing; `announces`: its
+    events tell instead what it holds of token prompts.
     """
 
     worker: WorkerId
@@ -36,6 +37,8 @@ class WorkerReading:
     blocks: Mapping[Tier, int] = field(default_factory=dict)
     polls_ok: int = 0
     polls_failed: int = 0
+    learned_blocks: int = 0
+    announces: bool = False
     error: str | None = None
 
 
@@ -64,11 +67,14 @@ class FeedReading:
 @dataclass(frozen=True, slots=True)
 class IndexReading:
     """The index as a whole: bytes it takes (an estimate), blocks that wait for their head, blocks left out or dropped
-    for a limit since the start."""
+    for a limit since the start. `learned_*` is what of it comes from routing: blocks, bytes, drops by reason."""
 
     bytes: int
     orphans: int = 0
     truncated: int = 0
+    learned_blocks: int = 0
+    learned_bytes: int = 0
+    learned_dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 class Readings(Protocol):

@@ -96,6 +96,7 @@ class RequestMetrics:
         self.misses: dict[tuple[WorkerId, str], int] = {}
         self.affinity: dict[str, int] = {}
         self.retries: dict[str, int] = {}
+        self.modes: dict[PrefixMode, int] = {}
         self.results: dict[tuple[str, str], int] = {}
         """By (worker, result): a stream that was cut has code 200, and `worker_failed` here."""
 
@@ -122,6 +123,7 @@ class RequestMetrics:
                     histogram.observe(seconds)
         if worker is None:
             return
+        self.modes[outcome.mode] = self.modes.get(outcome.mode, 0) + 1
         affinity = outcome.affinity
         self.affinity[affinity] = self.affinity.get(affinity, 0) + 1
         series.prompt += outcome.prompt_tokens

@@ -242,6 +242,8 @@ class Membership:
             self._log.info("worker is back", worker=member.spec.name)
         restarted = before is not None and before.start_time_unix != facts.start_time_unix
         if back or restarted:
+            for seat in member.seats.values():
+                self._index.forget(seat.slot)
             for feed in member.feeds:
                 feed.resync()
         hasher = await self._on_joining(member.spec, facts)  # a tokenizer may have come within reach

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from random import Random
@@ -68,16 +68,19 @@ async def rig(
     engines: int = 2,
     *,
     engine: EngineSettings | None = None,
+    each: Sequence[dict[str, Any]] = (),
     settings: dict[str, Any] | None = None,
     wait: bool = True,
 ) -> AsyncIterator[Rig]:
-    """Start engines and a gateway over them; everything ends with the context."""
+    """Start engines and a gateway over them; everything ends with the context. `each` has what differs from `engine`
+    for the first, the second, ..."""
     model = engine or fast()
     speech = Speech.load(model.tokenizer)
     async with AsyncExitStack() as stack:
         workers = []
         for number in range(1, engines + 1):
-            worker = SimulatedWorker(replace(model, name=f"w{number}"), wall_clock=time.time, speech=speech)
+            own = each[number - 1] if number <= len(each) else {}
+            worker = SimulatedWorker(replace(model, name=f"w{number}", **own), wall_clock=time.time, speech=speech)
             await worker.start()
             stack.push_async_callback(worker.stop)
             workers.append(worker)

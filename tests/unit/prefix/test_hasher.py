@@ -48,6 +48,9 @@ def blocks_of(hasher: PromptHasher, request: InferenceRequest, **options: Any) -
     return work.blocks()
 
 
+BY_TEXT = {"multimodal", "chat_template", "text", "no_tokenizer", "no_template", "volatile"}
+
+
 def expected(hasher: PromptHasher, request: InferenceRequest, adapter: str | None = None) -> list[list[int]]:
     prompts = hasher.token_ids(request)
     assert prompts is not None
@@ -59,6 +62,9 @@ def reason_of(hasher: PromptHasher, request: InferenceRequest) -> str | None:
     work = hasher.begin(request, block_size=BLOCK)
     assert not work.pending
     blocks = work.blocks()
+    if blocks.reason in BY_TEXT:
+        assert (blocks.mode, len(blocks.chains)) == (PrefixMode.APPROXIMATE, 1)
+        return blocks.reason
     assert (blocks.mode, blocks.chains) == (PrefixMode.NONE, ())
     assert blocks.tokens == max(1, request.body_bytes // 4)
     assert blocks.block_size == BLOCK

@@ -111,6 +111,7 @@ def full_page() -> str:
         load_age_s=0.4,
         trust=1.0,
         blocks={Tier.GPU: 100, Tier.CPU: 7},
+        learned_blocks=9,
         polls_ok=12,
         polls_failed=1,
     )
@@ -126,7 +127,10 @@ def full_page() -> str:
         blocks_removed={Tier.GPU: 10},
         ignored={"cache_group": 3},
     )
-    return page(requests, Numbers([worker], [feed], IndexReading(bytes=12345, orphans=4, truncated=2)))
+    return page(
+        requests,
+        Numbers([worker], [feed], IndexReading(bytes=12345, orphans=4, truncated=2, learned_dropped={"age": 3})),
+    )
 
 
 # --------------------------------------------------------------------------- counting

@@ -1,0 +1,120 @@
+"""A prompt's text -> block keys, for prompts whose token ids cannot be known here.
+
+Rules:
+1. The text is what the client sent, in the order templates print it: what stands in front of a conversation (tools,
+   documents, the template's variables), then role and content of each message. Equal beginnings give equal keys; that
+   the engine prints it differently does not matter, since it prints equal prompts equally.
+2. Blocks are of `BLOCK_BYTES` bytes, chained as token blocks are (`gateway.keys`), from a seed of their own: a key of
+   text is never one of tokens, and adapter and cache salt keep tenants apart as there.
+3. What is no text (an image, audio) is its digest, over as many bytes as an engine makes tokens of it, roughly.
+4. Nothing of the text is kept: only keys leave this module.
+
+How many tokens a block is, is an estimate from the worker's own usage reports (`PoolRates.bytes_a_token`).
+"""
+
+from __future__ import annotations
+
+import marshal
+from array import array
+from collections.abc import Mapping
+
+from xxhash import xxh3_64_digest
+
+from gateway import keys
+from gateway.prefix.messages import Unrenderable, plain_text, without_billing
+from gateway.records import BlockKey, Chain, ChatPrompt, PrefixBlocks, PrefixMode, TextPrompt
+
+BLOCK_BYTES = 256
+"""Some 64 tokens of English. Half of it is lost at the end of an overlap on average; half the size would cost twice the
+time and memory for 16 tokens more."""
+
+MEDIA_BYTES = 2048
+"""Length of an image in the text: 512 tokens or so, between a thumbnail's 256 and a page's thousands."""
+
+_SEED = b"text"
+_MESSAGE = b"\x1e"
+_CONTENT = b"\x1f"
+_WORD = 4
+"""Bytes of a number in `keys.chain`, which is given the text in this form."""
+
+
+def text_blocks(
+    prompt: ChatPrompt | TextPrompt, *, adapter: str | None, salt: str | None, bytes_a_token: float, reason: str
+) -> PrefixBlocks:
+    """The blocks of a prompt's text; `reason` says why not of its tokens. Raises Unrenderable (`malformed`)."""
+    texts = [_chat(prompt)] if isinstance(prompt, ChatPrompt) else [(_raw(text), False) for text in prompt.texts]
+    seed = keys.with_extra(keys.namespace(adapter, salt), _SEED)
+    chains = tuple([Chain(_chain(seed, text), _tokens(text, bytes_a_token)) for text, _ in texts])
+    return PrefixBlocks(
+        chains,
+        sum([chain.tokens for chain in chains]),
+        max(1, round(BLOCK_BYTES / bytes_a_token)),
+        PrefixMode.APPROXIMATE,
+        reason,
+        0 if any(media for _, media in texts) else sum([len(text) for text, _ in texts]),
+    )
+
+
+def _chain(seed: BlockKey, text: bytes) -> list[BlockKey]:
+    words: array[int] = array("I")
+    words.frombytes(text[: len(text) // BLOCK_BYTES * BLOCK_BYTES])
+    return keys.chain(seed, words, BLOCK_BYTES // _WORD)
+
+
+def _tokens(text: bytes, bytes_a_token: float) -> int:
+    return max(1, round(len(text) / bytes_a_token))
+
+
+def _raw(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _chat(prompt: ChatPrompt) -> tuple[bytes, bool]:
+    """The text of a chat, and whether some of it stands for what is no text."""
+    parts: list[bytes] = []
+    front = (prompt.tools, prompt.documents, prompt.template_kwargs, prompt.reasoning_effort, prompt.chat_template)
+    if any(front):
+        parts.append(_dump(front))
+    media = False
+    for message in prompt.messages:
+        role, content = message.get("role"), message.get("content")
+        if type(role) is not str:
+            raise Unrenderable("malformed")
+        if role == "system":
+            content = without_billing(content)
+        parts += (_MESSAGE, _raw(role), _CONTENT)
+        if type(content) is str:
+            parts.append(_raw(content))
+        elif type(content) is list:
+            media |= _add_parts(parts, content)
+        elif content is not None:
+            raise Unrenderable("malformed")
+        if len(message) > 2:
+            parts.append(_others(message))
+    return b"".join(parts), media
+
+
+def _add_parts(parts: list[bytes], content: list[object]) -> bool:
+    """Add the parts of one message; true when one of them is no text."""
+    media = False
+    for part in content:
+        text = plain_text(part)
+        if text is not None:
+            parts += (_raw(text), _CONTENT)
+        else:
+            media = True
+            parts.append(xxh3_64_digest(_dump(part)) * (MEDIA_BYTES // 8))
+    return media
+
+
+def _others(message: Mapping[str, object]) -> bytes:
+    """Tool calls, names, reasoning: whatever else a message has."""
+    return _dump({key: value for key, value in message.items() if key not in ("role", "content")})
+
+
+def _dump(value: object) -> bytes:
+    try:
+        # Version 2 writes no references: equal values give equal bytes. JSON would be as long, and slower.
+        return marshal.dumps(value, 2)  # type: ignore[arg-type]  # JSON values only
+    except ValueError as error:  # nested too deeply for it
+        raise Unrenderable("malformed") from error

@@ -1,0 +1,171 @@
+"""Keys of a prompt's text: what they depend on, and the estimate of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.prefix import PromptHasher
+from gateway.prefix.hasher import LOOK_UP_INLINE_BYTES, LOOK_UP_INLINE_PARTS
+from gateway.prefix.text import BLOCK_BYTES, MEDIA_BYTES
+from gateway.records import BlockKey, PrefixBlocks, PrefixMode
+from tests.unit.prefix.test_hasher import chat, completion, request_of
+
+SYSTEM = "You answer for the shop, in one sentence. " * 40
+SIZE = 16
+
+
+def blocks_of(request: Any, *, adapter: str | None = None, bytes_a_token: float = 4.0) -> PrefixBlocks:
+    work = PromptHasher.load(None).begin(request, block_size=SIZE, adapter=adapter, bytes_a_token=bytes_a_token)
+    work.encode()
+    return work.blocks()
+
+
+def keys_of(request: Any, *, adapter: str | None = None) -> Sequence[BlockKey]:
+    (chain,) = blocks_of(request, adapter=adapter).chains
+    return chain.keys
+
+
+def shared(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+    """Leading keys in common; none behind the first difference."""
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    length = same.index(False) if False in same else len(same)
+    assert not set(one[length:]) & set(other[length:])
+    return length
+
+
+def test_a_longer_conversation_extends_the_keys_of_its_beginning() -> None:
+    first, second = keys_of(chat(SYSTEM, "one?" * 100)), keys_of(chat(SYSTEM, "one?" * 100, "yes", "two?" * 100))
+    assert shared(first, second) == len(first) == (len(SYSTEM) + 400 + 14) // BLOCK_BYTES
+
+
+def test_what_differs_ends_the_overlap_in_its_block() -> None:
+    one, other = keys_of(chat(SYSTEM, "a" * 900)), keys_of(chat(SYSTEM, "b" * 900))
+    assert shared(one, other) == len(SYSTEM) // BLOCK_BYTES
+    assert shared(keys_of(chat(SYSTEM)), keys_of(chat("!" + SYSTEM))) == 0
+
+
+def test_roles_and_borders_of_messages_count() -> None:
+    one = request_of(messages=[{"role": "user", "content": SYSTEM}, {"role": "user", "content": "x" * 300}])
+    glued = request_of(messages=[{"role": "user", "content": SYSTEM + "x" * 300}])
+    other_role = request_of(messages=[{"role": "system", "content": SYSTEM}])
+    assert shared(keys_of(one), keys_of(glued)) == len(SYSTEM) // BLOCK_BYTES
+    assert shared(keys_of(one), keys_of(other_role)) == 0
+
+
+def test_salts_adapters_and_kinds_never_share() -> None:
+    body: dict[str, Any] = {"messages": [{"role": "system", "content": SYSTEM}]}
+    plain = keys_of(request_of(**body))
+    others = [
+        keys_of(request_of(**body, cache_salt="a")),
+        keys_of(request_of(**body, cache_salt="b")),
+        keys_of(request_of(**body), adapter="a"),
+        keys_of(completion(SYSTEM)),
+        keys_of(completion(list(SYSTEM.encode()))),
+    ]
+    for other in others:
+        assert not set(plain) & set(other)
+    assert not set(others[0]) & set(others[1])
+    assert not set(others[3]) & set(others[4])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": [{"type": "function", "function": {"name": "g"}}]},
+        {"documents": [{"text": "d"}]},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"reasoning_effort": "low"},
+        {"chat_template": "{{ 1 }}"},
+    ],
+)
+def test_what_templates_print_first_is_part_of_the_keys(fields: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "system", "content": SYSTEM}]}
+    with_fields = keys_of(request_of(**body, **fields))
+    assert shared(with_fields, keys_of(request_of(**body))) == 0
+    assert shared(with_fields, keys_of(request_of(**body, **fields))) == len(with_fields) > 0
+
+
+def test_what_changes_no_prompt_is_no_part_of_the_keys() -> None:
+    body: dict[str, Any] = {"messages": [{"role": "system", "content": SYSTEM}]}
+    assert keys_of(request_of(**body, tool_choice="auto", temperature=1.0, user="u")) == keys_of(request_of(**body))
+
+
+def test_the_billing_line_of_a_coding_agent_is_left_out() -> None:
+    """Its value is new each time; the engine takes the line away."""
+    lines = [f"x-anthropic-billing-header: cch={number};\n" for number in range(2)]
+    one, other = (keys_of(request_of(messages=[{"role": "system", "content": line + SYSTEM}])) for line in lines)
+    assert one == other
+
+
+def test_tool_calls_and_reasoning_count() -> None:
+    def asked(**more: object) -> Sequence[BlockKey]:
+        messages = [{"role": "assistant", "content": None, **more}, {"role": "user", "content": "x" * 600}]
+        return keys_of(request_of(messages=messages))
+
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert shared(asked(tool_calls=[call]), asked()) == 0
+    assert shared(asked(reasoning="r"), asked(reasoning="s")) == 0
+
+
+def test_images_are_told_apart_by_their_content() -> None:
+    def asked(url: str, question: str = "What is this?") -> PrefixBlocks:
+        image = {"type": "image_url", "image_url": {"url": url}}
+        content = [{"type": "text", "text": SYSTEM}, image, {"type": "text", "text": question * 50}]
+        return blocks_of(request_of(messages=[{"role": "user", "content": content}]))
+
+    first = asked("data:image/png;base64," + "A" * 5000)
+    again = asked("data:image/png;base64," + "A" * 5000, "And where?")
+    other = asked("data:image/png;base64," + "B" * 5000)
+    assert first.mode is PrefixMode.APPROXIMATE
+    assert first.text_bytes == 0  # nothing to learn a ratio from
+    before = len(SYSTEM) // BLOCK_BYTES
+    assert shared(first.chains[0].keys, other.chains[0].keys) == before
+    assert shared(first.chains[0].keys, again.chains[0].keys) == (len(SYSTEM) + MEDIA_BYTES) // BLOCK_BYTES
+    assert first.tokens < 1.2 * (len(SYSTEM) + MEDIA_BYTES + 650) / 4  # not the length of the encoded image
+
+
+def test_each_text_of_a_list_is_a_prompt_of_its_own() -> None:
+    blocks = blocks_of(completion([SYSTEM, "x" * 600, SYSTEM]))
+    assert [len(chain.keys) for chain in blocks.chains] == [6, 2, 6]
+    assert blocks.chains[0] == blocks.chains[2]
+    assert blocks.text_bytes == 2 * len(SYSTEM) + 600
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0, 3.7, 4.0, 16.0])
+def test_tokens_follow_the_ratio_of_the_model(ratio: float) -> None:
+    blocks = blocks_of(completion("x" * 4096), bytes_a_token=ratio)
+    (chain,) = blocks.chains
+    assert len(chain.keys) == 16
+    assert blocks.tokens == chain.tokens == round(4096 / ratio)
+    assert blocks.block_size == round(256 / ratio)
+    assert (blocks.mode, blocks.reason, blocks.text_bytes) == (PrefixMode.APPROXIMATE, "no_tokenizer", 4096)
+
+
+def test_any_text_has_keys() -> None:
+    for text in ("\ud800" * 200, "ü" * 200, "漢字" * 100, "\x1e\x1f" * 300, "🙂" * 90):
+        assert len(keys_of(completion(text))) >= 1
+    assert keys_of(chat("x")) == []
+
+
+def test_large_texts_are_hashed_in_the_thread() -> None:
+    hasher = PromptHasher.load(None)
+    for request in (
+        chat("word " * (LOOK_UP_INLINE_BYTES // 4)),
+        request_of(messages=[{"role": "user", "content": "x"}] * (LOOK_UP_INLINE_PARTS + 1)),
+    ):
+        work = hasher.begin(request, block_size=SIZE)
+        assert work.pending
+        work.encode()
+        assert work.blocks().mode is PrefixMode.APPROXIMATE
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "x"}, {"role": 1, "content": "x"}, {"role": "user", "content": 7}], ids=str
+)
+def test_what_the_worker_will_refuse_has_no_keys(message: dict[str, object]) -> None:
+    blocks = blocks_of(request_of(messages=[message]))
+    assert (blocks.mode, blocks.reason, blocks.chains) == (PrefixMode.NONE, "malformed", ())
