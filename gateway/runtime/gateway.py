@@ -239,6 +239,7 @@ class Gateway:
 
     def _record(self, outcome: Outcome) -> None:
         self._look(outcome)
+        self.membership.answered(outcome)
         self.metrics.record(outcome)
         if self._requests_log is not None:
             self._requests_log.record(outcome)

@@ -10,7 +10,8 @@ from gateway.pool import Fleet, WorkerState
 from gateway.records import Tier
 from gateway.telemetry import FeedReading, IndexReading, WorkerReading
 from gateway.upstream.http import Upstream
-from gateway.upstream.membership import Membership, Seat
+from gateway.upstream.members import Seat
+from gateway.upstream.membership import Membership
 
 JOINING = "joining"
 """Asked for, and has not answered yet."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -33,11 +33,12 @@ from gateway.errors import FleetFull
 from gateway.kv import KvIndex
 from gateway.pool import Fleet, WorkerState
 from gateway.prefix import PromptHasher
-from gateway.records import EventSource, Finding, LoadSample, Severity, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EventSource, LoadSample, Outcome, Severity, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
+from gateway.upstream.members import Member, Seat
 from gateway.upstream.parity import token_differences
 from gateway.upstream.ranks import rank_facts, rank_specs
 
@@ -63,47 +64,6 @@ class MembershipSettings:
 
     poll_s: float = 1.0
     refresh_s: float = 10.0
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """One worker of a member: the server, or one rank of it. `block_size` is what the index was told."""
-
-    spec: WorkerSpec
-    slot: Slot
-    block_size: int = 0
-    feeds: dict[EventSource, KvFeed] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One server that was asked for. `error` says why it has not joined, or why the last refresh failed; `seats` are
-    its workers, none before it has joined."""
-
-    spec: WorkerSpec
-    seats: dict[WorkerId, Seat] = field(default_factory=dict)
-    facts: WorkerFacts | None = None
-    poller: LoadPoller | None = None
-    error: str | None = None
-    leaving: bool = False
-    away: bool = False
-    hasher: PromptHasher | None = None
-    compared: bool = False
-    """Token ids have been compared with the worker's, as far as they can be; False again when its facts change."""
-    not_compared: str | None = None
-    """Why the last try to compare them failed; it is made again with the next probe."""
-    look: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set: probe at once."""
-
-    @property
-    def feeds(self) -> list[KvFeed]:
-        """Of all its workers."""
-        return [feed for seat in self.seats.values() for feed in seat.feeds.values()]
-
-    @property
-    def caught_up(self) -> bool:
-        """Joined, and every feed shows what its rank published."""
-        return bool(self.seats) and all(feed.caught_up for feed in self.feeds)
 
 
 class Membership:
@@ -190,6 +150,13 @@ class Membership:
         if member is not None:
             member.look.set()
 
+    def answered(self, outcome: Outcome) -> None:
+        """A request is over: its answer may show whether the server reports cached tokens."""
+        if outcome.worker is not None and outcome.completion_tokens is not None:
+            member = self.member_of(outcome.worker)
+            if member is not None:
+                member.answered(outcome)
+
     # ------------------------------------------------------------------ one worker
 
     async def _follow(self, worker_id: WorkerId) -> None:
@@ -219,7 +186,7 @@ class Membership:
                 retry_s = _FIRST_RETRY_S
                 pause_s = self._settings.refresh_s
                 if not member.compared:
-                    await self._compare_tokens(member, facts)
+                    await self._compare_tokens(member)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s * self._rng.uniform(0.9, 1.1)):
                     await member.look.wait()
@@ -244,12 +211,13 @@ class Membership:
         if back or restarted:
             for seat in member.seats.values():
                 self._index.forget(seat.slot)
-            for feed in member.feeds:
-                feed.resync()
+            member.restarted()
+        facts = member.with_reports(facts)
         hasher = await self._on_joining(member.spec, facts)  # a tokenizer may have come within reach
-        if facts != before or hasher is not member.hasher:
+        if hasher is not member.hasher or before is None or _cut(facts) != _cut(before):
             member.hasher = hasher
-            member.compared = False
+            member.compared, member.differences = False, ()
+        if facts != before:
             await self._refresh(member, facts)
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
@@ -268,7 +236,7 @@ class Membership:
             client=self._control,
             on_sample=self._on_sample,
             random=self._rng,
-            workers=_by_rank(member),
+            workers=member.by_rank(),
             poll_s=self._settings.poll_s,
         )
         self._tasks.start(f"load {spec.name}", member.poller.run)
@@ -306,23 +274,23 @@ class Membership:
             self._index.release(seat.slot)
             self._on_left(seat.spec.name)
 
-    async def _compare_tokens(self, member: Member, facts: WorkerFacts) -> None:
+    async def _compare_tokens(self, member: Member) -> None:
         """Tell the operator of what could be better, token ids that differ included."""
-        spec, hasher = member.spec, member.hasher
-        differences: tuple[Finding, ...] = ()
+        spec, hasher, facts = member.spec, member.hasher, member.facts
+        if facts is None:
+            return
         if hasher is not None:
             model = next(iter(spec.models or facts.models), "")
             try:
-                differences = await token_differences(spec, model, hasher, self._control)
+                member.differences = await token_differences(spec, model, hasher, self._control)
             except ProbeFailed as error:
                 if member.not_compared != error.message:
                     self._log.info("token ids not compared yet", worker=spec.name, reason=error.message)
                 member.not_compared = error.message
                 return
         member.compared, member.not_compared = True, None
-        if differences:
-            self._tell(member, replace(facts, findings=facts.findings + differences))
-        for finding in facts.findings + differences:
+        self._tell(member, facts)
+        for finding in facts.findings + member.differences:
             tell = self._log.info if finding.severity is Severity.INFO else self._log.warning
             tell("worker could serve better", worker=spec.name, **finding._asdict())
 
@@ -344,11 +312,12 @@ class Membership:
             await self._stop_feeds(seat, [source for source in seat.feeds if source not in events])
             self._start_feeds(seat, [source for source in events if source not in seat.feeds])
         if member.poller is not None:
-            member.poller.workers = _by_rank(member)
+            member.poller.workers = member.by_rank()
         self._log.info("worker changed", worker=member.spec.name, models=list(facts.models), version=facts.version)
 
     def _tell(self, member: Member, facts: WorkerFacts) -> None:
         """What is known of a server, to each of its workers."""
+        facts = replace(facts, findings=facts.findings + member.differences)
         for name, seat in member.seats.items():
             self._fleet.facts(name, rank_facts(seat.spec, facts), self._clock())
 
@@ -392,9 +361,9 @@ class Membership:
             self._index.purge(feed.slot, source.rank)
 
 
-def _by_rank(member: Member) -> dict[int | None, WorkerId]:
-    """Who is behind the member's URL, as its load poll tells them apart."""
-    return {seat.spec.rank.number if seat.spec.rank else None: name for name, seat in member.seats.items()}
+def _cut(facts: WorkerFacts) -> tuple[object, ...]:
+    """What decides how a server cuts prompts into tokens."""
+    return facts.engine, facts.version, facts.models, facts.root, facts.start_time_unix
 
 
 def _feed_name(seat: Seat, source: EventSource) -> str:

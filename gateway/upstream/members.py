@@ -1,0 +1,98 @@
+"""One server that was asked for, and its workers in the fleet: what `membership` keeps of them.
+
+Rules:
+1. A member has one seat, or one for each of its data-parallel ranks; none before it has joined.
+2. Whether answers report cached tokens is learned from answers where the server does not say it: one that does is
+   proof. Some releases leave the count out when it is 0, so a server is taken for silent only after several chats that
+   should have hit and reported nothing. A restart may have changed it.
+
+Nothing here waits or does I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from gateway.findings import HITS_NOT_REPORTED
+from gateway.prefix import PromptHasher
+from gateway.records import Endpoint, EventSource, Finding, Outcome, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.upstream.kv_feed import KvFeed
+from gateway.upstream.load import LoadPoller
+
+_SILENT_ANSWERS: Final = 8
+"""Chats that should have hit and reported nothing, before a server is said not to report."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One worker of a member: the server, or one rank of it. `block_size` is what the index was told."""
+
+    spec: WorkerSpec
+    slot: Slot
+    block_size: int = 0
+    feeds: dict[EventSource, KvFeed] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One server that was asked for. `error` says why it has not joined, or why the last refresh failed."""
+
+    spec: WorkerSpec
+    seats: dict[WorkerId, Seat] = field(default_factory=dict)
+    facts: WorkerFacts | None = None
+    poller: LoadPoller | None = None
+    error: str | None = None
+    leaving: bool = False
+    away: bool = False
+    hasher: PromptHasher | None = None
+    compared: bool = False
+    """Token ids have been compared with the worker's, as far as they can be."""
+    differences: tuple[Finding, ...] = ()
+    """What the comparison found."""
+    not_compared: str | None = None
+    """Why the comparison is still to be made."""
+    reported: bool | None = None
+    """Its answers say how much was cached; None while nobody knows."""
+    silent_answers: int = 0
+    look: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: probe at once."""
+
+    @property
+    def feeds(self) -> list[KvFeed]:
+        """Of all its workers."""
+        return [feed for seat in self.seats.values() for feed in seat.feeds.values()]
+
+    @property
+    def caught_up(self) -> bool:
+        """Joined, and every feed shows what its rank published."""
+        return bool(self.seats) and all(feed.caught_up for feed in self.feeds)
+
+    def by_rank(self) -> dict[int | None, WorkerId]:
+        """Who is behind the URL, as a load poll tells them apart."""
+        return {seat.spec.rank.number if seat.spec.rank else None: name for name, seat in self.seats.items()}
+
+    def restarted(self) -> None:
+        """The server was away or began anew: what it holds and how it was started may have changed."""
+        self.reported, self.silent_answers = None, 0
+        for feed in self.feeds:
+            feed.resync()
+
+    def answered(self, outcome: Outcome) -> None:
+        """A request of one of its workers was answered (rule 2)."""
+        if self.reported:
+            return
+        if outcome.delivered_tokens is not None:
+            self.reported = True
+        elif outcome.predicted_tokens and outcome.endpoint is Endpoint.CHAT:
+            self.silent_answers += 1
+            if self.silent_answers == _SILENT_ANSWERS:
+                self.reported = False
+
+    def with_reports(self, facts: WorkerFacts) -> WorkerFacts:
+        """Facts with what answers have shown, where the server itself is silent about it."""
+        if facts.cached_tokens_reported is not None or self.reported is None:
+            return facts
+        findings = facts.findings if self.reported else (*facts.findings, HITS_NOT_REPORTED.found(facts.engine))
+        return replace(facts, cached_tokens_reported=self.reported, findings=findings)
