@@ -287,7 +287,7 @@ class KvIndex:
                 # the workers in it.
                 total += sys.getsizeof(held) + sys.getsizeof(copies) + 2 * _INT_BYTES * len(held)
             total += sys.getsizeof(table.heads) + sys.getsizeof(table.orphans)
-            total += _ORPHAN_BYTES * len(table.orphans)
+            total += _ORPHAN_BYTES * (len(table.orphans) - table.placeholders) + _PLACEHOLDER_BYTES * table.placeholders
         return total
 
 
@@ -296,6 +296,7 @@ _NO_SPANS: Final[Mapping[Slot, int]] = MappingProxyType({})
 
 # Slots of the object, token array, list of copies, list and dictionary entry of its parent, the hash itself.
 _ORPHAN_BYTES: Final = 480
+_PLACEHOLDER_BYTES: Final = 200  # no tokens, and no parent that knows it
 
 
 def _by_tier(counts: list[int]) -> Mapping[Tier, int]:
