@@ -12,6 +12,8 @@ Rules:
 4. `explain` is the same computation without the reservation.
 5. Overlaps are believed as far as the worker's trust goes: the score sees overlap times trust, the decision record the
    overlap itself, and a route miss is measured against the latter.
+6. What a prediction rested on is kept with its lease, so that a miss can be told a cause when the request has ended;
+   a request that hit costs a comparison.
 
 It keeps no clock and does no I/O: `now` is an argument, in seconds.
 """
@@ -23,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from gateway.checks import Basis, Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.kv import KvIndex, Overlaps, Remembered, Speculation
 from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, View, pick
@@ -32,10 +35,8 @@ from gateway.records import (
     Ending,
     Endpoint,
     InferenceRequest,
-    MissCause,
     Outcome,
     PrefixBlocks,
-    PrefixMode,
     Result,
     Slot,
     StageTimes,
@@ -43,7 +44,6 @@ from gateway.records import (
     TextPrompt,
     Tier,
     TokenPrompt,
-    Usage,
     WorkerId,
 )
 
@@ -112,6 +112,7 @@ class _Choice:
     hit: int
     own_s: float
     output_tokens: int
+    slow: int
 
 
 @dataclass(slots=True)
@@ -196,6 +197,7 @@ class Router:
         self.sessions = Sessions(max_sessions=self.settings.max_sessions, ttl_s=self.settings.session_ttl_s)
         self._index = index
         self._ledger = _Ledger(fleet, index, self.settings.speculative_ttl_s)
+        self._checks = Checks(index)
         self._rng = rng
         self._slow_slots = 0
         self._recent: deque[Recent] = deque(maxlen=self.settings.recent_decisions)
@@ -240,8 +242,10 @@ class Router:
         now: float,
         *,
         excluded: frozenset[WorkerId] = frozenset(),
+        instead_of: Lease | None = None,
     ) -> Lease:
-        """Choose a worker and reserve on it. `excluded` are workers tried before for this request.
+        """Choose a worker and reserve on it. `excluded` are workers tried before for this request, `instead_of` the
+        lease on the last of them.
 
         Raises UnknownModel, and NoWorker when nobody in the pool is ready and not excluded.
         """
@@ -261,7 +265,15 @@ class Router:
             self.sessions.keep(request.session, worker.id, now)
         record = Recent(choice.decision)
         self._recent.append(record)
-        return Lease(self._ledger, booking, request, choice.pool, record)
+        basis = self._checks.basis(
+            worker,
+            choice.decision,
+            blocks,
+            booking.speculation,
+            slow=choice.slow,
+            instead_of=None if instead_of is None else instead_of.basis,
+        )
+        return Lease(self._ledger, self._checks, booking, request, choice.pool, record, basis)
 
     def expire(self, now: float) -> None:
         """About every half second: what has a life time ends."""
@@ -287,6 +299,7 @@ class Router:
         slots = pool.slots if workers is pool.ready else [worker.slot for worker in workers]
         tokens = blocks.tokens
         chains = blocks.chains
+        overlaps: Overlaps | None = None
         if chains:
             overlaps = self._index.overlap(blocks, pool.mask)
             raw = overlaps.tokens_of(slots)
@@ -324,7 +337,9 @@ class Router:
         hit = view.hits[at]
         # Policies that do not price in seconds leave the terms at 0; what others wait for must be known all the same.
         own_s = rows[at][_OWN_S] or worker.slowdown * rates.prefill_s(tokens - hit, hit)
-        return _Choice(decision, worker, pool, hit, own_s, output)
+        bit = 1 << worker.slot
+        slow = sum(overlaps.slow(worker.slot).values()) if overlaps is not None and self._slow_slots & bit else 0
+        return _Choice(decision, worker, pool, hit, own_s, output, slow)
 
     def _view(
         self, pool: Pool, workers: Sequence[Worker], slots: Sequence[Slot], raw: list[int], overlaps: Overlaps | None
@@ -373,21 +388,32 @@ class Lease:
 
     __slots__ = (
         "_booking",
+        "_checks",
         "_first_byte_at",
         "_ledger",
         "_outcome",
         "_pool",
         "_record",
         "_request",
+        "basis",
         "decision",
         "worker",
     )
 
     def __init__(
-        self, ledger: _Ledger, booking: _Booking, request: InferenceRequest, pool: Pool, record: Recent
+        self,
+        ledger: _Ledger,
+        checks: Checks,
+        booking: _Booking,
+        request: InferenceRequest,
+        pool: Pool,
+        record: Recent,
+        basis: Basis,
     ) -> None:
         self.worker = booking.worker
         self.decision = record.decision
+        self.basis = basis
+        self._checks = checks
         self._ledger = ledger
         self._booking = booking
         self._request = request
@@ -430,7 +456,8 @@ class Lease:
         decision, usage, request = self.decision, ending.usage, self._request
         # Of several prompts engines report one's cached tokens: nothing to hold against the prediction for all.
         delivered = usage.cached_tokens if usage is not None and _prompts(request) == 1 else None
-        missed = _missed(decision, delivered, usage)
+        prompt_tokens = usage.prompt_tokens if usage is not None else decision.prompt_tokens
+        missed_tokens, cause = self._checks.settle(self.basis, delivered, prompt_tokens, ending.ended_at)
         first_at = ending.first_byte_at if ending.first_byte_at is not None else self._first_byte_at
         return Outcome(
             request_id=request.request_id,
@@ -443,13 +470,13 @@ class Lease:
             stream=request.stream,
             started_at=started_at,
             ended_at=ending.ended_at,
-            prompt_tokens=usage.prompt_tokens if usage is not None else decision.prompt_tokens,
+            prompt_tokens=prompt_tokens,
             available_tokens=decision.available_tokens,
             predicted_tokens=decision.predicted_tokens,
             delivered_tokens=delivered,
             completion_tokens=usage.completion_tokens if usage is not None else None,
-            missed_tokens=missed,
-            miss_cause=MissCause.UNKNOWN if missed else None,
+            missed_tokens=missed_tokens,
+            miss_cause=cause,
             ttft_s=first_at - started_at if first_at is not None else None,
             inter_token_s=_inter_token_s(ending, first_at, _answers(request)) if request.stream else None,
             chunks=ending.chunks,
@@ -527,18 +554,6 @@ def _affinity(session: str | None, home: WorkerId | None, chosen: WorkerId) -> s
     if home is None:
         return "new"
     return "kept" if home == chosen else "moved"
-
-
-def _missed(decision: Decision, delivered: int | None, usage: Usage | None) -> int:
-    """Predicted less delivered where that is a route miss: above one block and 10 % of the prediction. A prediction in
-    estimated tokens is held against what the prompt turned out to be, and a fourth of it is allowed."""
-    if delivered is None:
-        return 0
-    predicted, allowed = decision.predicted_tokens, 0.1
-    if decision.mode is PrefixMode.APPROXIMATE and usage is not None and decision.prompt_tokens > 0:
-        predicted, allowed = predicted * usage.prompt_tokens // decision.prompt_tokens, 0.25
-    short = predicted - delivered
-    return short if short > decision.block_size and short > allowed * predicted else 0
 
 
 def _inter_token_s(ending: Ending, first_at: float | None, answers: int) -> float | None:

@@ -295,7 +295,7 @@ class Exchange:
             return None
         now = edge.clock()
         try:
-            lease = edge.router.route(request, blocks, now, excluded=self._tried)
+            lease = edge.router.route(request, blocks, now, excluded=self._tried, instead_of=failed)
         except (NoWorker, UnknownModel):
             return None
         self._drop_worker()

@@ -6,7 +6,7 @@ and `kv.feed_state`, for the shell that feeds them.
 """
 
 from gateway.kv.approximate import ApproximateSettings, ApproximateStats, Remembered
-from gateway.kv.index import Applied, IndexStats, KvIndex
+from gateway.kv.index import Applied, IndexStats, KvIndex, Mark
 from gateway.kv.overlap import Overlaps
 from gateway.kv.speculation import Speculation
 
@@ -16,6 +16,7 @@ __all__ = [
     "ApproximateStats",
     "IndexStats",
     "KvIndex",
+    "Mark",
     "Overlaps",
     "Remembered",
     "Speculation",

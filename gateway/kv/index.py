@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, ApproximateStats, Remembered
 from gateway.kv.events import KvEvent
@@ -76,6 +76,15 @@ class IndexStats:
     approximate: ApproximateStats
 
 
+class Mark(NamedTuple):
+    """How far one worker's part of the index has come: `epoch` changes when it is bound or purged, `clears` and
+    `removed` (blocks) count what its events took away."""
+
+    epoch: int = 0
+    clears: int = 0
+    removed: int = 0
+
+
 class KvIndex:
     """See the module's docstring. All methods are cheap but `purge` and `release`, which cost their own blocks."""
 
@@ -94,6 +103,7 @@ class KvIndex:
         self._spans: dict[Slot, int] = {}
         self._orphan_limit = orphan_limit
         self._orphans_dropped = 0
+        self._epochs = 0
 
     # ------------------------------------------------------------------ workers
 
@@ -107,6 +117,7 @@ class KvIndex:
             raise ValueError("block_size is at least 1")
         self.release(slot)
         self._workers[slot] = WorkerTable(slot, block_size=block_size, counted=engine is not EngineKind.SGLANG)
+        self._begin_epoch(self._workers[slot])
 
     def release(self, slot: Slot) -> None:
         """The worker is gone; its slot may be bound again. Unknown slots are fine."""
@@ -142,6 +153,8 @@ class KvIndex:
             self._spans.pop(slot, None)
         if tally.ignored:
             worker.ignored.update(tally.ignored)
+        worker.clears += tally.clears
+        worker.removed += sum(tally.removed)
         self._orphans_dropped += tally.dropped
         return _applied(tally)
 
@@ -153,12 +166,22 @@ class KvIndex:
         worker = self._workers.get(slot)
         if worker is None:
             return 0
+        self._begin_epoch(worker)
         purged = 0
         for number in [rank] if rank is not None else list(worker.ranks):
             table = worker.ranks.get(number)
             if table is not None:
                 purged += self._placement.purge(worker, table)
         return purged
+
+    def mark(self, slot: Slot) -> Mark:
+        """Compare two of one slot to see what happened in between; an unbound slot has the zero mark."""
+        worker = self._workers.get(slot)
+        return Mark() if worker is None else Mark(worker.epoch, worker.clears, worker.removed)
+
+    def _begin_epoch(self, worker: WorkerTable) -> None:
+        self._epochs += 1
+        worker.epoch = self._epochs
 
     # ------------------------------------------------------------------ requests
 

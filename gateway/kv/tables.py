@@ -171,18 +171,22 @@ class WorkerTable:
     """One worker that occupies a slot. `blocks[tier]` counts its distinct block keys; `shared[tier]` counts holders
     beyond the first of a key that several ranks, or several engine hashes, of the worker stand for. `span` is
     how many keys one of the engine's own blocks covers. `heard`: the worker has announced something.
-    `learned_blocks` is what was learned from routing instead, in blocks of `block_size` tokens."""
+    `learned_blocks` is what was learned from routing instead, in blocks of `block_size` tokens. `epoch` numbers the
+    time it was last bound or purged, `clears` and `removed` count what its events took away since it was bound."""
 
     __slots__ = (
         "_roots",
         "bit",
         "block_size",
         "blocks",
+        "clears",
         "counted",
+        "epoch",
         "heard",
         "ignored",
         "learned_blocks",
         "ranks",
+        "removed",
         "shared",
         "slot",
         "span",
@@ -196,6 +200,7 @@ class WorkerTable:
         self.heard = False
         self.learned_blocks = 0
         self.span = 0
+        self.epoch = self.clears = self.removed = 0
         self.ranks: dict[int, RankTable] = {}
         self.blocks = [0, 0, 0, 0]
         self.shared: list[dict[BlockKey, int]] = [{}, {}, {}, {}]

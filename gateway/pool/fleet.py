@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from gateway.errors import FleetFull
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
+from gateway.pool.trust import MISS_THRESHOLD, Trust
 from gateway.pool.worker import STALE_S, Reservation, Worker, WorkerState
 from gateway.records import LoadSample, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
 
@@ -96,7 +97,8 @@ class Fleet:
     """Every worker by name and every pool by served model name.
 
     `block_sizes` gives configured block sizes by base model name; `priors` are the speeds assumed before any is seen;
-    a load sample older than `stale_s` is forgotten.
+    a load sample older than `stale_s` is forgotten. `miss_threshold` is the route-miss rate above which a worker's
+    refresh is tightened.
     """
 
     def __init__(
@@ -105,8 +107,10 @@ class Fleet:
         block_sizes: Mapping[str, int] | None = None,
         priors: tuple[PrefillRates, InterTokenRates] | None = None,
         stale_s: float = STALE_S,
+        miss_threshold: float = MISS_THRESHOLD,
     ) -> None:
         self._stale_s = stale_s
+        self._miss_threshold = miss_threshold
         self._priors = priors or (PREFILL_PRIOR, INTER_TOKEN_PRIOR)
         self._block_sizes = dict(block_sizes or {})
         self._workers: dict[WorkerId, Worker] = {}
@@ -138,6 +142,7 @@ class Fleet:
             worker = Worker(
                 spec.name, self._take_slot(), spec, facts, rates, block_size, added_at=now, stale_s=self._stale_s
             )
+            worker.belief = Trust(threshold=self._miss_threshold)
         worker.state, worker.state_since, worker.reason = WorkerState.READY, now, None
         self._workers[worker.id] = worker
         self._refit_pools()

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gateway.pool.rates import PoolRates, Slowdown
-from gateway.records import LoadSample, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.pool.trust import Check, Trust
+from gateway.records import LoadSample, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
 
 STALE_S = 5.0
 """Age at which a load sample is forgotten, by default: five polls at the default period."""
@@ -153,6 +154,8 @@ class Worker:
     hit_rate: float = _HIT_PRIOR
     """Share of prompt tokens found in its cache, from its own counters."""
     speed: Slowdown = field(default_factory=Slowdown)
+    belief: Trust = field(default_factory=Trust)
+    """What `trust` is made of."""
 
     _pending: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
     _period: _Period | None = None
@@ -274,6 +277,18 @@ class Worker:
             self.rates.learn_prefill(x, now - period.since, self.speed)
             self.slowdown = self.speed.value
 
+    # ---------------------------------------------------------------- how far its index is believed
+
+    def check(self, check: Check, now: float) -> None:
+        """A request has ended that tests what the index says of this worker."""
+        self.belief.observe(check, now)
+        self.trust = self.belief.factor
+
+    def follow(self, feed: TrustState, now: float) -> None:
+        """The worst state among its event feeds."""
+        self.belief.follow(feed, now)
+        self.trust = self.belief.factor
+
     # ---------------------------------------------------------------- what it says about itself
 
     def observe(self, sample: LoadSample, now: float) -> None:
@@ -321,6 +336,8 @@ class Worker:
         if self.loaded_at is not None and now - self.loaded_at > self.stale_s:
             self.load = self.loaded_at = self._polled_kv = None
             self.foreign_s = self.foreign_requests = self._foreign_seen = 0.0
+        self.belief.tick(now)
+        self.trust = self.belief.factor
         self._refresh(now)
 
     def _fit_capacity(self) -> None:

@@ -134,7 +134,8 @@ class RequestMetrics:
             return
         series.delivered += delivered
         series.reported += outcome.prompt_tokens
-        if outcome.predicted_tokens > 0 and outcome.mode is not PrefixMode.NONE and not series.gone:
+        promised = outcome.predicted_tokens > 0 or outcome.missed_tokens > 0
+        if promised and outcome.mode is not PrefixMode.NONE and not series.gone:
             self.predictions[worker] = self.predictions.get(worker, 0) + 1
             if outcome.missed_tokens > 0:
                 cause = outcome.miss_cause.value if outcome.miss_cause is not None else UNKNOWN

@@ -344,7 +344,7 @@ def test_a_route_miss_is_more_than_a_block_and_a_tenth(delivered: int | None, mi
     ending = completed(1.0, prompt_tokens=1600, cached=delivered)
     outcome = lease.settle(ending, started_at=0.0, stages=StageTimes())
     assert (outcome.predicted_tokens, outcome.delivered_tokens, outcome.missed_tokens) == (1584, delivered, missed)
-    assert outcome.miss_cause is (MissCause.UNKNOWN if missed else None)
+    assert outcome.miss_cause is (MissCause.STALE_INDEX if missed else None)
 
 
 def test_a_block_less_of_a_short_prompt_is_no_route_miss() -> None:

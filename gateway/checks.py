@@ -1,0 +1,136 @@
+"""Predicted against delivered: what a prediction rests on is kept while its request runs, and judged when it has ended.
+
+Rules:
+1. Every request that was predicted a hit, or delivered one that nobody predicted, is evidence for or against the index
+   of its worker (`pool.trust`).
+2. The cause of a miss is looked for only when there is one; a hit costs a few comparisons.
+3. Text is keyed by what was sent, not by events: a hit or a miss of it says nothing about them.
+4. Of several prompts in one request engines report the cached tokens of one: nothing can be held against those.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gateway import findings
+from gateway.kv import KvIndex, Speculation
+from gateway.pool import Worker
+from gateway.pool.misses import Forgone, Later, Prediction, Verdict, forgone, judge, missed
+from gateway.pool.trust import Check
+from gateway.records import Decision, MissCause, PrefixBlocks, PrefixMode, TrustState
+
+_OTHER_BLOCKS = frozenset(
+    kind.code for kind in (findings.BLOCK_SIZE_WRONG, findings.TOKENIZER_DIFFERS, findings.TEMPLATE_DIFFERS)
+)
+"""Findings which say that a worker's blocks are not those of the requests."""
+
+_TEXT_ALLOWED = 0.25
+"""Share of a prediction in estimated tokens that may be missing: the estimate is off by a fifth at times."""
+
+
+class Basis(NamedTuple):
+    """What one lease's prediction rests on. `first` is the first choice's decision, for a request that was moved from
+    there."""
+
+    worker: Worker
+    decision: Decision
+    blocks: PrefixBlocks
+    prediction: Prediction | None
+    first: Decision | None
+
+
+class Checks:
+    """Holds what was delivered against what the index had said."""
+
+    __slots__ = ("_index",)
+
+    def __init__(self, index: KvIndex) -> None:
+        self._index = index
+
+    def basis(
+        self,
+        worker: Worker,
+        decision: Decision,
+        blocks: PrefixBlocks,
+        speculation: Speculation | None,
+        *,
+        slow: int,
+        instead_of: Basis | None,
+    ) -> Basis:
+        """To be called when the decision has been made and its blocks are promised. `slow` is the part of the
+        prediction that lies in slower tiers, in tokens."""
+        prediction = None
+        predicted = decision.predicted_tokens
+        if predicted and len(blocks.chains) == 1:
+            told = len(blocks.chains[0].keys) - (speculation.blocks if speculation is not None else 0)
+            announced = min(predicted, told * blocks.block_size + slow)
+            events = worker.belief.feed is not TrustState.BLIND and blocks.mode is not PrefixMode.APPROXIMATE
+            prediction = Prediction(predicted, announced, slow, events, *self._index.mark(worker.slot))
+        first = None if instead_of is None else instead_of.first or instead_of.decision
+        return Basis(worker, decision, blocks, prediction, first)
+
+    def settle(
+        self, basis: Basis, delivered: int | None, prompt_tokens: int, now: float
+    ) -> tuple[int, MissCause | None]:
+        """The request has ended, and its worker reported `delivered` cached tokens (None: it did not say) of
+        `prompt_tokens`. The worker is believed accordingly. Returns the tokens that were missed, and why.
+
+        A prediction in tokens estimated from text is held against what the prompt turned out to be, and a fourth of it
+        is allowed.
+        """
+        decision, prediction = basis.decision, basis.prediction
+        if delivered is None or not basis.blocks.chains:
+            return 0, None
+        if decision.mode is not PrefixMode.APPROXIMATE:
+            short = missed(decision.predicted_tokens, delivered, decision.block_size)
+            verdict = self._judge(basis, prediction, delivered) if short and prediction is not None else None
+            self._weigh(basis, delivered, verdict, now)
+            return (short, verdict.cause) if verdict is not None else _passed_up(basis, delivered)
+        predicted = decision.predicted_tokens * prompt_tokens // max(1, decision.prompt_tokens)
+        short = missed(predicted, delivered, decision.block_size, allowed=_TEXT_ALLOWED)
+        return (short, MissCause.UNKNOWN) if short else (0, None)
+
+    def _weigh(self, basis: Basis, delivered: int, verdict: Verdict | None, now: float) -> None:
+        """Tell the worker's trust what this request says of its index."""
+        decision, prediction, worker = basis.decision, basis.prediction, basis.worker
+        size, predicted = decision.block_size, decision.predicted_tokens
+        if predicted <= size and delivered <= predicted + size:
+            return
+        check = Check(
+            decision.model,
+            predicted,
+            prediction.announced if prediction is not None else 0,
+            delivered,
+            size,
+            decision.decided_at,
+            verdict.cause if verdict is not None else None,
+            doubts=verdict is not None and verdict.doubts,
+            relearned=prediction is not None and self._index.mark(worker.slot).epoch != prediction.epoch,
+        )
+        worker.check(check, now)
+
+    def _judge(self, basis: Basis, prediction: Prediction, delivered: int) -> Verdict:
+        worker, blocks = basis.worker, basis.blocks
+        later = Later(
+            self._index.overlap(blocks, 1 << worker.slot).confirmed(worker.slot),
+            *self._index.mark(worker.slot),
+            identity=worker.belief.identity(basis.decision.model)
+            or any(finding.code in _OTHER_BLOCKS for finding in worker.facts.findings),
+        )
+        return judge(prediction, delivered, blocks.block_size, later)
+
+
+def _passed_up(basis: Basis, delivered: int) -> tuple[int, MissCause | None]:
+    """What the request missed although its worker delivered what was predicted of it: the first choice's hit, or the
+    one that the session's credit outbid."""
+    decision = basis.decision
+    size = decision.block_size
+    if basis.first is not None:
+        short = missed(basis.first.predicted_tokens, delivered, size)
+        if short:
+            return short, MissCause.RETRY
+    if decision.affinity == "kept" and decision.available_tokens > decision.predicted_tokens:
+        short = missed(decision.available_tokens, delivered, size)
+        if short and forgone(decision) is Forgone.AFFINITY:
+            return short, MissCause.AFFINITY
+    return 0, None

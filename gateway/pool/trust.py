@@ -1,0 +1,444 @@
+"""How far one worker's part of the index is believed: from its event feed, and from predicted against delivered.
+
+Two cases are told apart, as in a hidden Markov filter for a change point (Shiryaev 1963): the index is right, and
+predictions are delivered but for a few; or it is wrong, and nearly none is. P is the probability of the first; each
+request that can be checked moves its odds by the likelihood ratio. So one miss among many hits moves little, two in a
+row without a sign from the feed are enough, and hits bring it back as fast.
+
+    factor = P + (1 - P) * delivered share of the last few requests
+             and while tightened, times 1 - rate of the misses that say nothing about P (rule 2)
+
+Rules:
+1. Distrust lowers the credit of an overlap and never blocks: the factor stays at `FLOOR` or above.
+2. Only what the worker's own events had announced is held against them. Blocks that were promised by a decision, and
+   blocks removed in between, say nothing about how true the events are.
+3. Where nobody asks any more, time heals: distrust fades towards what the feed's state deserves, so that a worker gets
+   a chance to show; each relapse without a hit in between makes it fade half as fast, up to sixteen times.
+4. The miss rate is over the last `WINDOW` checked predictions of the last `WINDOW_S` seconds. Above the threshold the
+   worker's refresh is tightened; it relaxes below half of it, and not before `LEAST_TIGHT_S`.
+5. A worker that never delivers what it announces, or delivers again and again what it never announced, has an identity
+   problem: its blocks are not the requests'. Learning its index anew would change nothing.
+
+No clock: `now` is an argument, in seconds. It changes nothing but itself: `remedy` says what somebody should do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from gateway.records import MissCause, TrustState
+
+FLOOR: Final = 0.05
+"""Credit that is always left: between a worker that claims a prefix and one that does not, the first is tried."""
+
+MISS_THRESHOLD: Final = 0.05
+"""Route-miss rate above which a worker's refresh is tightened, by default."""
+
+WINDOW: Final = 200
+WINDOW_S: Final = 300.0
+LEAST_PREDICTIONS: Final = 20
+"""Predictions below which there is no rate: at a true rate of 2 %, one such window in twenty shows two misses."""
+
+LEAST_TIGHT_S: Final = 30.0
+
+HEAL_S: Final = 60.0
+"""Time in which distrust falls to 1/e without any evidence: a busy cache has turned over by then."""
+
+_SLOWEST: Final = 4
+"""Doublings of `HEAL_S` at most: sixteen minutes."""
+
+REMEDY_REST_S: Final = 60.0
+_REMEDY_GROWTH: Final = 4.0
+_REMEDY_REST_MAX_S: Final = 3840.0
+"""An index is learned anew at most once in this time; the rest grows with each try that did not help. An engine keeps
+some minutes of events, so what it replays may be less than what was known."""
+
+IDENTITY_RUN: Final = 8
+"""Requests in a row that must speak of an identity problem: chance does not give eight, and a fleet finds out within
+twenty requests."""
+
+_GRACE_S: Final = 600.0
+"""After an index was emptied, hits nobody predicted are what is to be expected for this long."""
+
+_MAX_MODELS: Final = 256
+
+_WRONG_DELIVERS: Final = 0.05
+"""Share of predictions that are delivered although the index is wrong: a common first block, a second copy."""
+
+_RECENT: Final = 0.6
+"""Weight of the newest request in the delivered share: three requests show nearly all of it."""
+
+_DOUBTFUL: Final = 0.5
+_BELIEVED: Final = 0.8
+"""P below which a worker is contradicted, and above which it no longer is."""
+
+_UNKNOWN_SHARE: Final = 0.5
+"""Share taken to be delivered of a doubted index before any request tells."""
+
+_FULL: Final = 0.99
+"""A factor this high is 1: no decision turns on a hundredth, and the common case stays free of arithmetic."""
+
+
+class _Prior(NamedTuple):
+    """What a feed's state alone is worth: P before any evidence, the share of misses that is usual with it, and the P
+    that no number of hits gets beyond: what was learned a thousand requests ago must not outvote today's two."""
+
+    right: float
+    misses: float
+    most: float
+
+
+# An index that is whole errs at most once in a hundred (a request that was told not to use the cache, a copy evicted at
+# the same moment). Without whole events a miss may be a removal nobody told of, so it says less.
+_PRIORS: Final = {
+    TrustState.TRUSTED: _Prior(0.999, 0.01, 0.999),
+    TrustState.CATCHING_UP: _Prior(0.5, 0.2, 0.99),
+    TrustState.UNCERTAIN: _Prior(0.7, 0.05, 0.99),
+    TrustState.BLIND: _Prior(0.8, 0.2, 0.99),
+}
+
+_LEAST: Final = 0.001
+
+
+class Remedy(NamedTuple):
+    """A worker's index is to be emptied and learned anew: from what was announced since `since` (seconds), or from all
+    the history its engine has when that is None."""
+
+    since: float | None
+
+
+class Check(NamedTuple):
+    """One finished request, as far as it tests the index. All in tokens.
+
+    `announced` is the part of the prediction that the worker's events had announced, `predicted` the whole of it.
+    `cause` is that of a miss of this worker's own prediction, None for a hit. `doubts` says that the miss speaks
+    against the events. `relearned`: the index was emptied since the decision, so what was predicted tests nothing.
+    """
+
+    model: str
+    predicted: int
+    announced: int
+    delivered: int
+    block_size: int
+    decided_at: float
+    cause: MissCause | None = None
+    doubts: bool = False
+    relearned: bool = False
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Requests of one model that came one after another (each was decided when the one before had ended) and delivered
+    nothing of what was announced, or something never announced."""
+
+    nothing: int = 0
+    unannounced: int = 0
+    counted_at: float = -math.inf
+
+    @property
+    def wrong(self) -> bool:
+        return max(self.nothing, self.unannounced) >= IDENTITY_RUN
+
+
+class _Window:
+    """The last checked predictions: how many, how many missed, how many of these speak against the events."""
+
+    __slots__ = ("_entries", "against", "missed")
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[float, bool, bool]] = deque()
+        self.missed = 0
+        self.against = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, now: float, *, missed: bool, against: bool) -> None:
+        self._entries.append((now, missed, against))
+        self.missed += missed
+        self.against += against
+        if len(self._entries) > WINDOW:
+            self._drop()
+
+    def expire(self, now: float) -> None:
+        while self._entries and self._entries[0][0] <= now - WINDOW_S:
+            self._drop()
+
+    def absolve(self) -> None:
+        """The index was learned anew: what spoke against the one before says nothing of this one."""
+        self._entries = deque((at, missed, False) for at, missed, _ in self._entries)
+        self.against = 0
+
+    def earliest_against(self) -> float | None:
+        """When the first request ended that speaks against the events."""
+        return next((at for at, _, against in self._entries if against), None)
+
+    def _drop(self) -> None:
+        _, missed, against = self._entries.popleft()
+        self.missed -= missed
+        self.against -= against
+
+
+class Trust:
+    """One worker's. `factor` multiplies its overlaps, `state` is the word for it, `tightened` says that its refresh is.
+
+    `feed` is the worst state among the worker's event feeds; TRUSTED until somebody tells.
+    """
+
+    __slots__ = (
+        "_at",
+        "_emptied_at",
+        "_hit_since",
+        "_lapses",
+        "_models",
+        "_odds",
+        "_remedied",
+        "_remedy_at",
+        "_remedy_rest_s",
+        "_share",
+        "_sure",
+        "_tight_since",
+        "_window",
+        "contradicted",
+        "doubted_since",
+        "factor",
+        "feed",
+        "threshold",
+        "tightened",
+    )
+
+    def __init__(self, *, threshold: float = MISS_THRESHOLD) -> None:
+        self.threshold = threshold
+        self.feed = TrustState.TRUSTED
+        self.factor = 1.0
+        self.contradicted = False
+        """What was delivered says that the index is wrong, whatever the feed says."""
+        self.tightened = False
+        self.doubted_since: float | None = None
+        """When the first of the requests was decided that nothing was delivered to since; None after a hit."""
+        self._odds = _log_odds(_PRIORS[self.feed].right)
+        self._share = _UNKNOWN_SHARE
+        self._sure = True
+        """Feed whole, P at its bound, refresh at ease: a further hit changes nothing."""
+        self._at = 0.0
+        self._lapses = 0
+        self._hit_since = True
+        self._window = _Window()
+        self._tight_since = 0.0
+        self._models: dict[str, _Runs] = {}
+        self._emptied_at = -math.inf
+        self._remedied = 0
+        self._remedy_at = -math.inf
+        self._remedy_rest_s = REMEDY_REST_S
+
+    # ------------------------------------------------------------------ what it says
+
+    @property
+    def state(self) -> TrustState:
+        """The feed's state, or `uncertain` where what was delivered contradicts the feed."""
+        if self.contradicted and self.feed is not TrustState.BLIND:
+            return TrustState.UNCERTAIN
+        return self.feed
+
+    @property
+    def predictions(self) -> int:
+        """Checked predictions in the window."""
+        return len(self._window)
+
+    @property
+    def misses(self) -> int:
+        """Those of them that were missed."""
+        return self._window.missed
+
+    @property
+    def miss_rate(self) -> float | None:
+        """Share of the window's predictions that were missed; None while there are too few."""
+        return self._window.missed / len(self._window) if len(self._window) >= LEAST_PREDICTIONS else None
+
+    def identity(self, model: str) -> bool:
+        """Whether the worker's blocks are not those of this model's requests (rule 5)."""
+        runs = self._models.get(model)
+        return runs is not None and runs.wrong
+
+    def strangers(self) -> list[tuple[str, bool]]:
+        """Models with an identity problem; True where nothing announced is delivered, False where what is delivered
+        was never announced."""
+        return [(model, runs.nothing >= IDENTITY_RUN) for model, runs in self._models.items() if runs.wrong]
+
+    # ------------------------------------------------------------------ evidence
+
+    def follow(self, feed: TrustState, now: float) -> None:
+        """The worst state among the worker's feeds. A worse one is a reason to doubt, a better one lifts that doubt but
+        not the one that requests gave."""
+        if feed is self.feed:
+            return
+        self._pass(now)
+        odds = _log_odds(_PRIORS[feed].right)
+        if feed is TrustState.TRUSTED:
+            if not self.contradicted:
+                self._odds = max(self._odds, odds)
+        else:
+            self._odds = min(self._odds, odds)
+        self.feed = feed
+        self._put(_probability(self._odds))
+        self._refit(now)
+
+    def observe(self, check: Check, now: float) -> None:
+        """A request has ended. Requests with nothing to check are told too: they may have been delivered what nobody
+        predicted."""
+        missed = check.cause is not None
+        if not missed and self._sure:
+            self._confirm(check, now)
+            return
+        self._pass(now)
+        against = missed and check.doubts and not check.relearned
+        if check.predicted > check.block_size:
+            self._window.add(now, missed=missed, against=against)
+        if check.announced > check.block_size and not check.relearned and (against or not missed):
+            self._weigh(check, 1.0 if not missed else min(1.0, check.delivered / check.announced))
+        if not check.relearned and self.feed is TrustState.TRUSTED:
+            self._compare(check, now, against=against)
+        self._refit(now)
+
+    def tick(self, now: float) -> None:
+        """About twice a second: what depends on time alone is renewed."""
+        self._pass(now)
+        self._refit(now)
+
+    def remedy(self, now: float) -> Remedy | None:
+        """What to do about the index now; answering counts as doing it. At most one in `REMEDY_REST_S`, then seldom.
+
+        What a contradicted worker announced before the doubts began is wrong as a whole, and its history would only
+        say the same again. Where single predictions fail, the first try is the whole history.
+        """
+        if self.feed in (TrustState.BLIND, TrustState.CATCHING_UP) or any(runs.wrong for runs in self._models.values()):
+            return None
+        window = self._window
+        often = len(window) >= LEAST_PREDICTIONS and window.against > self.threshold * len(window)
+        doubted = self.contradicted and window.against > 0
+        if not (doubted or often) or now < self._remedy_at + self._remedy_rest_s:
+            return None
+        if self._remedied:
+            self._remedy_rest_s = min(self._remedy_rest_s * _REMEDY_GROWTH, _REMEDY_REST_MAX_S)
+        self._remedied += 1
+        self._remedy_at = now
+        since = self.doubted_since if self.doubted_since is not None else window.earliest_against()
+        window.absolve()
+        self.doubted_since = None
+        if not doubted and self._remedied == 1:
+            return Remedy(None)
+        self._emptied_at = now
+        return Remedy(since)
+
+    # ------------------------------------------------------------------ inside
+
+    def _weigh(self, check: Check, share: float) -> None:
+        """Bayes' rule for the delivered share of one request: a part of a hit is that part of the evidence."""
+        usual = _PRIORS[self.feed].misses
+        hit = math.log((1.0 - usual) / _WRONG_DELIVERS)
+        miss = math.log(usual / (1.0 - _WRONG_DELIVERS))
+        self._put(_probability(self._odds + share * hit + (1.0 - share) * miss))
+        self._share += _RECENT * (share - self._share)
+        if share > 0.5:
+            self._hit_since = True
+            self.doubted_since = None
+        elif self.doubted_since is None:
+            self.doubted_since = check.decided_at
+
+    def _confirm(self, check: Check, now: float) -> None:
+        """The usual case, without the arithmetic: nothing is doubted, and this request is no reason to."""
+        self._at = now
+        if check.predicted > check.block_size:
+            self._window.add(now, missed=False, against=False)
+            self._share += _RECENT * (1.0 - self._share)
+            self._hit_since = True
+            self.doubted_since = None
+        if not check.relearned:
+            self._compare(check, now, against=False)
+
+    def _compare(self, check: Check, now: float, *, against: bool) -> None:
+        """Counts towards an identity problem (rule 5)."""
+        size = check.block_size
+        nothing = against and check.delivered < size and check.announced > size
+        unannounced = check.delivered > check.predicted + size and now - self._emptied_at > _GRACE_S
+        shown = min(check.announced, check.delivered) >= size and not unannounced
+        if not (nothing or unannounced or shown):
+            return
+        runs = self._models.get(check.model)
+        if shown:
+            if runs is not None:
+                runs.nothing = runs.unannounced = 0
+            return
+        if runs is None:
+            if len(self._models) >= _MAX_MODELS:
+                del self._models[next(iter(self._models))]
+            runs = self._models[check.model] = _Runs()
+        if check.decided_at >= runs.counted_at:
+            runs.counted_at = now
+            runs.nothing += nothing
+            runs.unannounced += unannounced
+
+    def _pass(self, now: float) -> None:
+        """Rule 3: P fades towards the feed's prior, the delivered share towards the unknown."""
+        gone = now - self._at
+        if gone <= 0.0:
+            return
+        self._at = now
+        kept = math.exp(-gone / (HEAL_S * 2.0**self._lapses))
+        prior = _PRIORS[self.feed].right
+        self._put(prior + (_probability(self._odds) - prior) * kept)
+        self._share = _UNKNOWN_SHARE + (self._share - _UNKNOWN_SHARE) * kept
+        self._window.expire(now)
+
+    def _put(self, right: float) -> None:
+        self._odds = _log_odds(max(_LEAST, min(_PRIORS[self.feed].most, right)))
+
+    def _refit(self, now: float) -> None:
+        """Brings flags and factor up to date."""
+        right = _probability(self._odds)
+        if not self.contradicted and right < _DOUBTFUL and self.feed is not TrustState.CATCHING_UP:
+            self.contradicted = True
+            self._lapses = 0 if self._hit_since else min(self._lapses + 1, _SLOWEST)
+            self._hit_since = False
+        elif (
+            self.contradicted
+            and self.feed is not TrustState.CATCHING_UP
+            and right > min(_BELIEVED, _PRIORS[self.feed].right - 0.05)
+        ):
+            self.contradicted = False
+        self._retighten(now)
+        factor = right + (1.0 - right) * self._share
+        if self.tightened and self.miss_rate is not None:
+            # Those that speak against the events are in P and the delivered share already.
+            factor *= 1.0 - (self._window.missed - self._window.against) / len(self._window)
+        self.factor = 1.0 if factor >= _FULL else max(FLOOR, factor)
+        self._sure = (
+            right >= _PRIORS[TrustState.TRUSTED].right and self.feed is TrustState.TRUSTED and not self.tightened
+        )
+
+    def _retighten(self, now: float) -> None:
+        rate = self.miss_rate
+        if self.contradicted or (rate is not None and rate > self.threshold):
+            if not self.tightened:
+                self.tightened = True
+                self._tight_since = now
+        elif (
+            self.tightened
+            and now - self._tight_since >= LEAST_TIGHT_S
+            and (rate is None or rate <= self.threshold / 2.0)
+        ):
+            self.tightened = False
+            if now - self._remedy_at >= self._remedy_rest_s:  # what was done last has helped
+                self._remedied = 0
+                self._remedy_rest_s = REMEDY_REST_S
+
+
+def _log_odds(probability: float) -> float:
+    return math.log(probability / (1.0 - probability))
+
+
+def _probability(odds: float) -> float:
+    return 1.0 / (1.0 + math.exp(-odds))
