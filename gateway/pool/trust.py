@@ -6,12 +6,13 @@ request that can be checked moves its odds by the likelihood ratio. So one miss 
 row without a sign from the feed are enough, and hits bring it back as fast.
 
     factor = P + (1 - P) * delivered share of the last few requests
-             and while tightened, times 1 - rate of the misses that say nothing about P (rule 2)
+             and, while tightened, at most the delivered share of the window
 
 Rules:
 1. Distrust lowers the credit of an overlap and never blocks: the factor stays at `FLOOR` or above.
 2. Only what the worker's own events had announced is held against them. Blocks that were promised by a decision, and
-   blocks removed in between, say nothing about how true the events are.
+   blocks removed in between, say nothing about how true the events are. Credit for blocks that may be evicted before
+   they are used is not lowered either: on traces that overload a fleet, that scatters prefixes and costs hits.
 3. Where nobody asks any more, time heals: distrust fades towards what the feed's state deserves, so that a worker gets
    a chance to show; each relapse without a hit in between makes it fade half as fast, up to sixteen times.
 4. The miss rate is over the last `WINDOW` checked predictions of the last `WINDOW_S` seconds. Above the threshold the
@@ -144,22 +145,26 @@ class _Runs:
 
 
 class _Window:
-    """The last checked predictions: how many, how many missed, how many of these speak against the events."""
+    """The last checked predictions: how many, how many missed, and of those that speak against the events (`against`)
+    the shares that were not delivered, summed up (`lost`)."""
 
-    __slots__ = ("_entries", "against", "missed")
+    __slots__ = ("_entries", "against", "lost", "missed")
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[float, bool, bool]] = deque()
-        self.missed = 0
-        self.against = 0
+        self._entries: deque[tuple[float, bool, float]] = deque()
+        self.missed = self.against = 0
+        self.lost = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, now: float, *, missed: bool, against: bool) -> None:
-        self._entries.append((now, missed, against))
-        self.missed += missed
-        self.against += against
+    def add(self, now: float, *, missed: bool, lost: float) -> None:
+        self._entries.append((now, missed, lost))
+        if missed:
+            self.missed += 1
+        if lost:
+            self.against += 1
+            self.lost += lost
         if len(self._entries) > WINDOW:
             self._drop()
 
@@ -169,17 +174,20 @@ class _Window:
 
     def absolve(self) -> None:
         """The index was learned anew: what spoke against the one before says nothing of this one."""
-        self._entries = deque((at, missed, False) for at, missed, _ in self._entries)
-        self.against = 0
+        self._entries = deque((at, missed, 0.0) for at, missed, _ in self._entries)
+        self.against, self.lost = 0, 0.0
 
     def earliest_against(self) -> float | None:
         """When the first request ended that speaks against the events."""
-        return next((at for at, _, against in self._entries if against), None)
+        return next((at for at, _, lost in self._entries if lost), None)
 
     def _drop(self) -> None:
-        _, missed, against = self._entries.popleft()
-        self.missed -= missed
-        self.against -= against
+        _, missed, lost = self._entries.popleft()
+        if missed:
+            self.missed -= 1
+        if lost:
+            self.against -= 1
+            self.lost = self.lost - lost if self.against else 0.0
 
 
 class Trust:
@@ -295,10 +303,11 @@ class Trust:
             return
         self._pass(now)
         against = missed and check.doubts and not check.relearned
+        share = min(1.0, check.delivered / check.announced) if missed and check.announced else 1.0
         if check.predicted > check.block_size:
-            self._window.add(now, missed=missed, against=against)
+            self._window.add(now, missed=missed, lost=1.0 - share if against else 0.0)
         if check.announced > check.block_size and not check.relearned and (against or not missed):
-            self._weigh(check, 1.0 if not missed else min(1.0, check.delivered / check.announced))
+            self._weigh(check, share)
         if not check.relearned and self.feed is TrustState.TRUSTED:
             self._compare(check, now, against=against)
         self._refit(now)
@@ -352,7 +361,7 @@ class Trust:
         """The usual case, without the arithmetic: nothing is doubted, and this request is no reason to."""
         self._at = now
         if check.predicted > check.block_size:
-            self._window.add(now, missed=False, against=False)
+            self._window.add(now, missed=False, lost=0.0)
             self._share += _RECENT * (1.0 - self._share)
             self._hit_since = True
             self.doubted_since = None
@@ -411,9 +420,8 @@ class Trust:
             self.contradicted = False
         self._retighten(now)
         factor = right + (1.0 - right) * self._share
-        if self.tightened and self.miss_rate is not None:
-            # Those that speak against the events are in P and the delivered share already.
-            factor *= 1.0 - (self._window.missed - self._window.against) / len(self._window)
+        if self.tightened and len(self._window) >= LEAST_PREDICTIONS:
+            factor = min(factor, 1.0 - self._window.lost / len(self._window))
         self.factor = 1.0 if factor >= _FULL else max(FLOOR, factor)
         self._sure = (
             right >= _PRIORS[TrustState.TRUSTED].right and self.feed is TrustState.TRUSTED and not self.tightened

@@ -132,7 +132,7 @@ async def test_predicted_and_delivered_stand_side_by_side() -> None:
         assert predicted > 100
         assert delivered == 0
         metrics = (await r.http.get(r.ports.admin_url + "/metrics")).text
-        assert 'kvgate_route_misses_total{worker="w1",cause="unknown"} 1' in metrics
+        assert 'kvgate_route_misses_total{worker="w1",cause="stale_index"} 1' in metrics
         assert 'kvgate_route_predictions_total{worker="w1"} 1' in metrics
         outcome = (await r.admin("/admin/decisions", params={"limit": 1}))["decisions"][0]["outcome"]
         assert (outcome["delivered_tokens"], outcome["missed_tokens"]) == (0, predicted)
