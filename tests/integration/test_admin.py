@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import findings
 from gateway.admin import AdminViews, Readiness, admin_app
+from gateway.errors import FleetFull
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
 from gateway.policy import make_policy
@@ -109,6 +110,8 @@ class Gateway:
     async def add_worker(self, spec: WorkerSpec) -> None:
         if "nowhere" in spec.url:
             raise ProbeFailed(f"no connection to {spec.url}; is the worker running?")
+        if "one-too-many" in spec.url:
+            raise FleetFull("a fleet has at most 2 workers")
         self.added.append(spec)
         self.join(spec)
 
@@ -428,6 +431,9 @@ async def test_a_worker_without_a_name_gets_one(client: httpx.AsyncClient, gatew
     [
         ({"url": "http://10.0.0.9:8000", "name": "w1"}, 409, "worker_exists"),
         ({"url": "http://nowhere:8000"}, 502, "probe_failed"),
+        ({"url": "http://one-too-many:8000"}, 503, "fleet_full"),
+        ({"url": "http://10.0.0.9:8000", "ranks": "some"}, 422, "invalid_value"),
+        ({"url": "http://10.0.0.9:8000", "data_parallel_size": 0}, 422, "invalid_value"),
         ({"url": "ftp://10.0.0.9"}, 422, "invalid_value"),
         ({"url": "http://10.0.0.9:8000", "tyop": 1}, 422, "invalid_value"),
         ({}, 422, "invalid_value"),
