@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any, NamedTuple
@@ -98,8 +98,16 @@ class Told(NamedTuple):
 
 
 @asynccontextmanager
-async def told(workers: int = 1, *, layout: str = "new", settings: dict[str, Any] | None = None) -> AsyncIterator[Told]:
-    """Workers that answer and are silent otherwise; publishers speak for them."""
+async def told(
+    workers: int = 1,
+    *,
+    layout: str = "new",
+    history: Sequence[bytes] = (),
+    wait: bool = True,
+    settings: dict[str, Any] | None = None,
+) -> AsyncIterator[Told]:
+    """Workers that answer and are silent otherwise; publishers speak for them. `history` are payloads each published
+    before the gateway began."""
     model = fast(events=False)
     speech = Speech.load(model.tokenizer)
     async with AsyncExitStack() as stack:
@@ -109,6 +117,8 @@ async def told(workers: int = 1, *, layout: str = "new", settings: dict[str, Any
             await worker.start()
             stack.push_async_callback(worker.stop)
             publisher = stack.enter_context(engine(layout=layout))
+            publisher.buffer.extend(enumerate(history))
+            publisher.seq = len(history)
             source = publisher.source()
             publishers.append(publisher)
             specs.append(
@@ -119,7 +129,7 @@ async def told(workers: int = 1, *, layout: str = "new", settings: dict[str, Any
                     "kv_replay": source.replay_endpoint or "off",
                 }
             )
-        made = await stack.enter_async_context(rig(0, settings={"workers": specs} | (settings or {})))
+        made = await stack.enter_async_context(rig(0, settings={"workers": specs} | (settings or {}), wait=wait))
         for publisher in publishers:
             await publisher.subscriber()
         yield Told(made, publishers)

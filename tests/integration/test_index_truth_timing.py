@@ -1,0 +1,169 @@
+"""Events that come late, never, or all at once: cases B9 and B10 of what breaks routers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from gateway.records import Tier
+from gateway.sim.faults import Fault, FaultKind
+from tests.integration.rig import Rig, fast, rig, until
+from tests.integration.truth import (
+    BLOCK,
+    COMPLETIONS,
+    Told,
+    ask,
+    body,
+    in_step,
+    predicted,
+    prompt,
+    resident,
+    stored,
+    told,
+)
+
+P = prompt(1, 40)
+WHOLE = 40 * BLOCK
+
+LONG_TTL = {"routing": {"speculative_ttl_s": 600}}
+"""Promises end when the test says so: no machine is too slow for that."""
+
+
+def end_promises(r: Rig) -> None:
+    """As if their life time had passed."""
+    r.gateway.router.expire(r.gateway.clock() + 601)
+
+
+# ---------------------------------------------------------------- B9: late and never
+
+
+async def test_b9_events_later_than_the_answer_confirm_the_promise() -> None:
+    async with rig(3, settings=LONG_TTL) as r:
+        for engine in r.engines:
+            engine.fault(Fault(FaultKind.HOLD))
+        home = (await ask(r, P)).worker
+        others = {f"w{n}": 0 for n in (1, 2, 3)}
+        for _ in range(3):
+            assert await predicted(r, P) == others | {home: WHOLE}
+            assert await ask(r, P) == (home, WHOLE, WHOLE)
+        r.engine(home).fault(Fault(FaultKind.RELEASE))
+        await in_step(r, home)
+        assert await predicted(r, P) == others | {home: WHOLE}
+        end_promises(r)
+        assert r.gateway.index.stats().speculative == 0
+        assert await ask(r, P) == (home, WHOLE, WHOLE)
+
+
+async def test_b9_a_promise_that_is_never_confirmed_ends_once() -> None:
+    async with rig(2, settings=LONG_TTL) as r:
+        for engine in r.engines:
+            engine.fault(Fault(FaultKind.HOLD))
+        home = (await ask(r, P)).worker
+        assert (await predicted(r, P))[home] == WHOLE
+        end_promises(r)
+        for _ in range(5):
+            assert set((await predicted(r, P)).values()) == {0}
+        assert r.gateway.index.stats().speculative == 0
+        assert resident(r, home) == 0
+
+
+async def test_b9_an_answer_aborted_before_its_first_byte_leaves_no_promise() -> None:
+    async with rig(2, engine=fast(speed=0.01), settings=LONG_TTL) as r:
+        sending = asyncio.create_task(r.http.post(COMPLETIONS, json=body(P, stream=True)))
+        await until(lambda: r.gateway.index.stats().speculative == 40)
+        sending.cancel()
+        await asyncio.wait([sending])
+        await until(r.quiet)
+        assert r.gateway.index.stats().speculative == 0
+        assert set((await predicted(r, P)).values()) == {0}
+
+
+async def test_b9_an_answer_aborted_after_its_first_byte_is_confirmed_by_events() -> None:
+    async with rig(2, engine=fast(speed=10), settings=LONG_TTL) as r:
+        async with r.http.stream("POST", COMPLETIONS, json=body(P, stream=True, max_tokens=1000)) as answer:
+            home = answer.headers["x-kvgate-worker"]
+            async for _ in answer.aiter_bytes():
+                break
+        await until(r.quiet)
+        await until(lambda: resident(r, home) >= 40)
+        end_promises(r)
+        assert await ask(r, P) == (home, WHOLE, WHOLE)
+
+
+# ---------------------------------------------------------------- B10: a flood at the start
+
+BATCHES = 50_000
+MAX_ADDED_S = 0.15
+"""50 ms are the limit for the gateway alone. Here client and engine live in the same loop, so that a request waits
+for the feed's turn several times as often."""
+
+
+def history(batches: int) -> list[bytes]:
+    """Batches of two blocks each, chains of eight."""
+    payloads = []
+    for number in range(batches):
+        names = [1 + 2 * number, 2 + 2 * number]
+        tokens = [number % 50_000, number // 50_000, *range(2 * BLOCK - 2)]
+        parent = 2 * number if number % 4 else None
+        payloads.append(msgspec.msgpack.encode([float(number), [stored(names, tokens, parent)], 0]))
+    return payloads
+
+
+async def times(told_: Told, seeds: range) -> list[float]:
+    """CPU seconds of the loop's thread while each of so many requests was on its way: the time it took, but for what
+    other processes of the machine took away."""
+    r, found = told_.rig, []
+    for seed in seeds:
+        began = time.thread_time()
+        await ask(r, prompt(seed, 4))
+        found.append(time.thread_time() - began)
+    return found
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(0.99 * len(seconds))]
+
+
+async def test_b10_a_flood_at_the_start_holds_up_no_request() -> None:
+    async with told(1, history=history(BATCHES), wait=False) as flooded:
+        r = flooded.rig
+        await until(lambda: "w1" in r.gateway.fleet.workers)
+        assert not r.gateway.readiness().ready
+        flood: list[float] = []
+        while not r.gateway.readiness().ready:
+            assert resident(r, "w1") < 2 * BATCHES
+            flood += await times(flooded, range(1000 + len(flood), 1001 + len(flood)))
+        assert resident(r, "w1", Tier.GPU) == 2 * BATCHES
+        calm = await times(flooded, range(5000, 5000 + max(100, len(flood))))
+        assert len(flood) >= 10
+        assert p99(flood) <= p99(calm) + MAX_ADDED_S
+
+
+async def test_b10_ready_after_the_configured_limit_though_not_caught_up() -> None:
+    """A replay endpoint that takes requests and never answers."""
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    silent = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    async with rig(1) as other:
+        worker = {
+            "url": other.engines[0].url,
+            "name": "w1",
+            "kv_events": other.engines[0].events_endpoint,
+            "kv_replay": f"tcp://127.0.0.1:{port}",
+        }
+        settings = {"workers": [worker], "server": {"ready_timeout_s": 0.5}}
+        async with rig(0, settings=settings, wait=False) as r:
+            await until(lambda: "w1" in r.gateway.fleet.workers)
+            began = r.gateway.clock()
+            await until(lambda: r.gateway.readiness().ready)
+            assert not r.gateway.membership.members["w1"].caught_up  # type: ignore[index]
+            assert r.gateway.clock() - began < 5
+    silent.close()
+    await silent.wait_closed()
