@@ -138,6 +138,12 @@ class WorkerSettings(_Section):
     def _base_url(cls, value: str) -> str:
         return worker_url(value)
 
+    @field_validator("kv_events", "kv_replay", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        """YAML 1.1 reads a bare `off` as false."""
+        return "off" if value is False else value
+
     @field_validator("kv_events", "kv_replay")
     @classmethod
     def _endpoint(cls, value: str) -> str:

@@ -8,7 +8,7 @@ Rules for callers:
 1. The index is an estimate. It never raises for what a worker announces; it counts.
 2. Everything is synchronous and in memory. Nothing here knows time; the router decides how long a speculation lives.
 3. A slot is bound before its events count and released when its worker goes; speculations of a released slot end.
-4. Several ranks behind one URL share a slot: the worker's bit stays until no rank of it holds the block. Which rank
+4. Ranks that requests cannot name share a slot: the worker's bit stays until no rank of it holds the block. Which rank
    serves a request is the worker's choice, so the overlap of such a worker is what its best rank might hold.
 5. What a worker without events holds is learned from the requests sent to it (`remember`), where the index was given
    `ApproximateSettings`; the same masks say so, and a worker's first event ends it (`approximate`).

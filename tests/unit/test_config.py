@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import ConfigError, Settings, default_worker_name, load, worker_url
-from gateway.records import EngineKind
+from gateway.records import EngineKind, RankChoice, WorkerId, WorkerSpec
 
 
 def problems_of(**kwargs: object) -> str:
@@ -133,3 +133,17 @@ def test_an_empty_admin_token_is_no_way_to_open_the_port() -> None:
 def test_a_number_for_a_section_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected sections"):
         load(write(tmp_path, "8000: 1"), environ={})
+
+
+def test_what_overrides_a_workers_own_words(tmp_path: Path) -> None:
+    text = (
+        "workers:\n"
+        "  - {url: 'http://a:1', models: [m], block_size: 32, kv_blocks: 100, data_parallel_size: 2, ranks: one,\n"
+        "     kv_events: off, kv_replay: 'tcp://a:5657'}\n"
+        "  - {url: 'http://b:1'}\n"
+    )
+    given, found = load(write(tmp_path, text), environ={}).worker_specs()
+    assert (given.models, given.block_size, given.kv_blocks) == (("m",), 32, 100)
+    assert (given.data_parallel_size, given.ranks) == (2, RankChoice.ONE)
+    assert (given.kv_events, given.kv_replay) == ("", "tcp://a:5657")  # a bare `off` is no boolean here
+    assert found == WorkerSpec(WorkerId("w2"), "http://b:1")
