@@ -6,8 +6,9 @@ Exit codes: 0 done, 1 the command ran and found a failure, 2 wrong usage or conf
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -148,45 +149,95 @@ def engine(
     port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port; 0 takes a free one.")] = 9001,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     name: Annotated[str, typer.Option(help="Shown at /sim/state.")] = "engine",
+    dialect: Annotated[str, typer.Option(help="What it speaks and how it caches: vllm or sglang.")] = "vllm",
+    version: Annotated[
+        str | None,
+        typer.Option(
+            help="Release it stands for: decides the form of events and replays, and which paths there are.",
+            show_default="0.32.0 of vLLM, 0.5.23 of SGLang",
+        ),
+    ] = None,
     model: Annotated[str, typer.Option(help="Name of the model it serves.")] = "demo",
+    adapter: Annotated[list[str] | None, typer.Option(help="Name of an adapter it serves; repeat it for more.")] = None,
     preset: Annotated[str, typer.Option(help="Speeds and cache size: demo, 8b, 7b-a10, 70b, 70b-bigkv.")] = "demo",
     kv_tokens: Annotated[
         int | None, typer.Option(min=16, help="Cache size in tokens, one block at least.", show_default="the preset's")
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, max=65_536, help="Tokens a block.")] = 16,
+    cpu_tokens: Annotated[
+        int, typer.Option(min=0, help="Size of a CPU tier that gets a copy of every block; 0: none.")
+    ] = 0,
+    block_size: Annotated[int, typer.Option(min=1, max=65_536, help="Tokens a block, or a page of SGLang.")] = 16,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, max=64, help="Ranks, each with a cache and an event port of its own.")
+    ] = 1,
+    cache_report: Annotated[
+        bool,
+        typer.Option(
+            help="Report cached tokens with answers, as --enable-prompt-tokens-details of vLLM and "
+            "--enable-cache-report of SGLang make them."
+        ),
+    ] = True,
     speed: Annotated[float, typer.Option(min=0.001, help="Divides all times: 2 is twice as fast.")] = 1.0,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer directory.", show_default="the demo model's")
     ] = None,
-    events_port: Annotated[int, typer.Option(min=0, max=65_535, help="Port of the KV events; 0 takes a free one.")] = 0,
-    replay_port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="Port of the event replay; 0 takes a free one.")
+    events: Annotated[bool, typer.Option(help="Publish KV events.")] = True,
+    events_port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port of rank 0's KV events; 0 takes a free one.")
     ] = 0,
+    replay_port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port of rank 0's event replay; 0 takes a free one.")
+    ] = 0,
+    replay: Annotated[
+        str | None, typer.Option(help="Layout of replays: off, old or new.", show_default="the release's")
+    ] = None,
 ) -> None:
-    """Run one simulated vLLM worker, without a GPU.
+    """Run one simulated vLLM or SGLang worker, without a GPU.
 
-    Real HTTP, streams, metrics and KV events; no weights. It keeps a paged cache like vLLM's, spends the time a
-    prefill would take, and answers with made-up words.
+    Real HTTP, streams, metrics and KV events; no weights. It keeps a cache as the engine does (vLLM: paged, SGLang: a
+    radix tree), spends the time a prefill would take, and answers with made-up words.
     GET /sim/state shows what it holds; POST /sim/fault makes it misbehave, with a body such as {"kind": "restart"}.
     """
     from gateway.cli.engine import run
-    from gateway.sim.host import EngineSettings
+    from gateway.sim.publisher import Replay
+    from gateway.sim.releases import Dialect
+    from gateway.sim.settings import EngineSettings
 
     defaults = EngineSettings()
     settings = EngineSettings(
+        dialect=_choice("dialect", dialect, Dialect),
+        version=version,
         name=name,
         host=host,
         port=port,
         model=model,
+        adapters=tuple(adapter or ()),
         preset=preset,
         kv_tokens=kv_tokens,
+        host_tokens=cpu_tokens,
         block_size=block_size,
+        data_parallel_size=data_parallel_size,
+        prompt_tokens_details=cache_report,
         speed=speed,
         tokenizer=tokenizer or defaults.tokenizer,
+        events=events,
         events_port=events_port,
         replay_port=replay_port,
+        replay=None if replay is None else _choice("replay", replay, Replay),
     )
     raise typer.Exit(run(settings))
+
+
+_Chosen = TypeVar("_Chosen", bound=StrEnum)
+
+
+def _choice(option: str, value: str, kind: type[_Chosen]) -> _Chosen:
+    """One of a few words; another ends the command with code 2."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        typer.echo(f"kvgate: --{option} is one of {', '.join(kind)}, not {value!r}", err=True)
+        raise typer.Exit(2) from error
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""One simulated inference engine: prefill, continuous batching and a paged prefix cache, as arithmetic over time.
+"""One simulated inference engine: prefill, continuous batching and a prefix cache, as arithmetic over time.
 
 The model (its tests hold it to the figures of an independent simulator):
 1. Prefill is first come, first served, one request at a time. It takes
@@ -14,7 +14,10 @@ The model (its tests hold it to the figures of an independent simulator):
 Pure: no I/O, no clock, no chance. Callers pass `now` (seconds, never going back) and get back what happened since,
 in order, each happening with its own time. Two grains: `token_stride=0` reports first token and end only (trace
 replay, thousands of requests in a second of CPU); `token_stride=n` reports every n tokens (HTTP).
-Left out: preemption (room is reserved ahead), lower cache tiers, more than one copy of a block.
+The prefix cache is given (`gateway.sim.cache`): vLLM's block pool unless said otherwise, or SGLang's tree, and with
+either a tier below the GPU that gets a copy of what is computed. What that tier holds counts as cached and is loaded in
+no time.
+Left out: preemption (room is reserved ahead), more than one copy of a block.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from gateway.records import Tier
+from gateway.sim.cache import Claim, HostTier, PrefixCache
 from gateway.sim.engine_records import (
     PRESETS,
     Cleared,
@@ -36,7 +41,7 @@ from gateway.sim.engine_records import (
     Stored,
     Tokens,
 )
-from gateway.sim.paged_cache import Claim, PagedCache
+from gateway.sim.paged_cache import PagedCache
 
 __all__ = [
     "PRESETS",
@@ -80,7 +85,7 @@ class SimulatedEngine:
 
     `block_size` in tokens. `store_at_start` announces prompt blocks when their prefill starts instead of when it
     ends (engines differ). `whole_block_hits` rounds the usable hit down to full blocks after the cap of rule 4, as
-    vLLM does. `speed` divides every duration.
+    vLLM does. `speed` divides every duration. `cache` is empty and of as many blocks as `model` has room for.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class SimulatedEngine:
         store_at_start: bool = False,
         whole_block_hits: bool = False,
         speed: float = 1.0,
+        cache: PrefixCache | None = None,
+        host: HostTier | None = None,
     ) -> None:
         if block_size < 1 or token_stride < 0 or speed <= 0:
             raise ValueError("block_size >= 1, token_stride >= 0 and speed > 0 are needed")
@@ -101,7 +108,8 @@ class SimulatedEngine:
         self._store_at_start = store_at_start
         self._whole_block_hits = whole_block_hits
         self._speed = speed
-        self._cache = PagedCache(max(1, model.kv_tokens // block_size))
+        self._cache: PrefixCache = cache or PagedCache(max(1, model.kv_tokens // block_size))
+        self._host = host
         self._now = float("-inf")
         self._queue: OrderedDict[int, _Job] = OrderedDict()
         self._prefilling: _Job | None = None
@@ -151,6 +159,21 @@ class SimulatedEngine:
     def in_use_blocks(self) -> int:
         """Blocks that cannot be evicted now."""
         return self._cache.in_use
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks in the tier below the GPU."""
+        return 0 if self._host is None else self._host.resident
+
+    @property
+    def host_capacity(self) -> int:
+        """Size of that tier in blocks, 0 without one."""
+        return 0 if self._host is None else self._host.capacity
+
+    @property
+    def steps(self) -> float:
+        """Decode steps done since the start."""
+        return self._steps
 
     @property
     def counters(self) -> EngineCounters:
@@ -222,8 +245,19 @@ class SimulatedEngine:
         if self._cache.in_use:
             return False, happenings
         self._cache.clear()
+        if self._host is not None:
+            self._host.evict(None)
         happenings.append(Cleared(now))
         return True, happenings
+
+    def evict(self, tier: Tier, count: int | None, now: float) -> list[Happening]:
+        """Drop `count` idle blocks of a tier (chunks, below the GPU) as if room were needed, None for all."""
+        happenings = self.advance(now)
+        if tier is Tier.GPU:
+            self._evicted_now(self._cache.evict(count), happenings)
+        elif self._host is not None:
+            self._drop(self._host.evict(count), happenings, Tier.CPU)
+        return happenings
 
     def set_speed(self, speed: float, now: float) -> list[Happening]:
         """Change the speed for prefills that start from now on, and for decode at once."""
@@ -296,10 +330,11 @@ class SimulatedEngine:
             return
         del self._queue[job.number]
         job.claim, evicted = self._cache.claim(job.blocks, unnamed)
-        if evicted:
-            self._evicted += len(evicted)
-            happenings.append(Removed(self._now, tuple(evicted)))
-        cached = min(job.claim.held * size, job.prompt - 1)
+        self._evicted_now(evicted, happenings)
+        held = job.claim.held
+        if self._host is not None:
+            held += self._host.run(job.blocks, held)
+        cached = min(held * size, job.prompt - 1)
         if self._whole_block_hits:
             cached -= cached % size
         new = job.prompt - cached
@@ -315,16 +350,16 @@ class SimulatedEngine:
         self._prefill_rate = chunks / duration if duration > 0 else 0.0
         happenings.append(Started(job.number, self._now, cached, duration))
         if self._store_at_start:
-            self._announce(job, job.claim, happenings)
+            self._announce(job, job.claim, job.claim.fresh, happenings)
 
     def _end_prefill(self, happenings: list[Happening]) -> None:
         job = self._prefilling
         assert job is not None
         assert job.claim is not None
         self._prefilling = None
+        stored = self._cache.fill(job.claim)
         if not self._store_at_start:
-            self._announce(job, job.claim, happenings)
-        job.claim.fresh.clear()
+            self._announce(job, job.claim, stored, happenings)
         happenings.append(FirstToken(job.number, self._now))
         job.done = 1
         job.origin = self._steps
@@ -332,17 +367,35 @@ class SimulatedEngine:
         self._kv_tokens += job.prompt + job.output
         self._schedule(job)
 
-    def _announce(self, job: _Job, claim: Claim, happenings: list[Happening]) -> None:
-        """One `Stored` for each unbroken run of fresh blocks (one run, unless a tail outlived its head)."""
-        positions = claim.fresh
+    def _announce(self, job: _Job, claim: Claim, positions: Sequence[int], happenings: list[Happening]) -> None:
+        """Blocks of `claim` at `positions` are cached now; the tier below gets them too."""
+        self._tell_stored(job, claim, positions, Tier.GPU, happenings)
+        if self._host is not None:
+            copied, gone = self._host.store(claim.blocks, positions)
+            self._tell_stored(job, claim, copied, Tier.CPU, happenings)
+            self._drop(gone, happenings, Tier.CPU)
+
+    def _tell_stored(
+        self, job: _Job, claim: Claim, positions: Sequence[int], tier: Tier, happenings: list[Happening]
+    ) -> None:
+        """One `Stored` for each unbroken run of positions (one run, unless a tail outlived its head)."""
         start = 0
         for end in range(1, len(positions) + 1):
             if end < len(positions) and positions[end] == positions[end - 1] + 1:
                 continue
             first, last = positions[start], positions[end - 1]
             parent = claim.blocks[first - 1] if first else None
-            happenings.append(Stored(job.number, self._now, first, tuple(claim.blocks[first : last + 1]), parent))
+            run = tuple(claim.blocks[first : last + 1])
+            happenings.append(Stored(job.number, self._now, first, run, parent, tier))
             start = end
+
+    def _evicted_now(self, blocks: list[int], happenings: list[Happening]) -> None:
+        self._evicted += len(blocks)
+        self._drop(blocks, happenings, Tier.GPU)
+
+    def _drop(self, blocks: list[int], happenings: list[Happening], tier: Tier) -> None:
+        if blocks:
+            happenings.append(Removed(self._now, tuple(blocks), tier))
 
     def _schedule(self, job: _Job) -> None:
         """Put the next report of a decoding request on the agenda: its end, or the next stride of tokens."""
@@ -378,24 +431,14 @@ class SimulatedEngine:
             return
         full = (job.prompt + job.done - 1) // self.block_size
         stored: list[int] = []
-        first = len(claim.blocks)
         while len(claim.blocks) < min(full, len(job.blocks) + len(job.tail)):
-            block = job.tail[len(claim.blocks) - len(job.blocks)]
-            if self._cache.name(claim, block):
-                stored.append(block)
-            else:
-                self._tell_output(job, claim, first, stored, happenings)
-                first, stored = len(claim.blocks), []
-        self._tell_output(job, claim, first, stored, happenings)
-
-    def _tell_output(self, job: _Job, claim: Claim, first: int, stored: list[int], happenings: list[Happening]) -> None:
-        if stored:
-            parent = claim.blocks[first - 1] if first else None
-            happenings.append(Stored(job.number, self._now, first, tuple(stored), parent))
+            stored += self._cache.extend(claim, job.tail[len(claim.blocks) - len(job.blocks)])
+        self._announce(job, claim, stored, happenings)
 
     def _release(self, job: _Job | None, happenings: list[Happening], *, uncomputed: bool = False) -> None:
         if job is None or job.claim is None:
             return
-        dropped = self._cache.release(job.claim, uncomputed=uncomputed)
-        if dropped and self._store_at_start:
-            happenings.append(Removed(self._now, tuple(dropped)))
+        stored, dropped = self._cache.release(job.claim, uncomputed=uncomputed)
+        self._announce(job, job.claim, stored, happenings)
+        if self._store_at_start:
+            self._drop(dropped, happenings, Tier.GPU)

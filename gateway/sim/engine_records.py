@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from gateway.records import Tier
+
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
@@ -93,13 +95,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks `first`, `first + 1`, ... of the request's chain are cached now; `parent` is the block before them."""
+    """Blocks `first`, `first + 1`, ... of the request's chain are cached now; `parent` is the block before them. Below
+    the GPU each block stands for the chunk it ends."""
 
     request: int
     at: float
     first: int
     blocks: tuple[int, ...]
     parent: int | None
+    tier: Tier = Tier.GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class Removed:
 
     at: float
     blocks: tuple[int, ...]
+    tier: Tier = Tier.GPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gateway.sim.faults import Fault, FaultKind
 from gateway.sim.http_server import Reply
-from gateway.sim.openai_answers import GARBAGE, Answer, Counts, Text
+from gateway.sim.openai_answers import GARBAGE, Answers, Counts, Text
 from gateway.sim.openai_asks import Ask
 
 
@@ -41,7 +41,7 @@ class Exchange:
     def __init__(
         self,
         ask: Ask,
-        answer: Answer,
+        answer: Answers,
         reply: Reply,
         lines: list[Line],
         *,
@@ -91,6 +91,7 @@ class Exchange:
             prompt_ids=line.prompt,
             done=end,
             finish=self._finish() if end == len(line.output) else None,
+            cached=line.cached_tokens,
         )
         self._emit(piece)
 
@@ -105,7 +106,7 @@ class Exchange:
             if not self._stalled:
                 self._reply.close()
         else:
-            texts = [Text("".join(line.pieces), line.output, line.prompt) for line in self.lines]
+            texts = [Text("".join(line.pieces), line.output, line.prompt, line.cached_tokens) for line in self.lines]
             self._reply.send(200, self._answer.whole(texts, counts), headers=self._headers)
         return True
 

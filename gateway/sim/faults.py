@@ -9,11 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gateway.records import Tier
+
 
 class FaultKind(StrEnum):
-    """At once: RESTART (connections dropped, cache empty, new publisher at sequence 0, new start time), DROP (the next
-    `count` event batches get a number but are not sent), HOLD and RELEASE events, CLEAR the cache (`silent`: without
-    an event), TRIM the replay buffer, SLOW (speed times `factor`), HEAL (no more faults, held events released).
+    """At once, to the whole worker: RESTART (connections dropped, caches empty, new publishers at sequence 0, new start
+    time), HEAL (no more faults, held events released, sockets open).
+
+    At once, to the data-parallel `rank` named or to all: DROP (the next `count` event batches, one when not given, get
+    a number but are not sent; `for_good`: nor replayed), HOLD and RELEASE events, OFFLINE (the event sockets are
+    closed, the engine goes on, also over a restart) and ONLINE, CLEAR the cache, EVICT `count` idle blocks of a
+    `medium` (all when not given; both `silent`: without an event), TRIM the replay buffer, SLOW (speed times `factor`).
 
     For requests to come: STATUS (answer `code`), RESET (drop the connection unanswered), FREEZE (never answer), and
     for streams, after `after` events: CUT (drop the connection), STALL (send nothing more), GARBLE (one broken line).
@@ -23,7 +29,10 @@ class FaultKind(StrEnum):
     DROP = "drop"
     HOLD = "hold"
     RELEASE = "release"
+    OFFLINE = "offline"
+    ONLINE = "online"
     CLEAR = "clear"
+    EVICT = "evict"
     TRIM = "trim"
     SLOW = "slow"
     HEAL = "heal"
@@ -48,9 +57,12 @@ class Fault:
     times: int | None = None
     after: int = 0
     code: int = 500
-    count: int = 1
+    count: int | None = None
     factor: float = 1.0
     silent: bool = False
+    medium: Tier = Tier.GPU
+    for_good: bool = False
+    rank: int | None = None
 
 
 class FaultQueue:

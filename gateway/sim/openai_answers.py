@@ -1,7 +1,7 @@
 """Answers of a simulated engine, in the bytes vLLM 0.32 sends: whole JSON bodies and server-sent events.
 
 Field order and nulls follow captured answers. An `Answer` belongs to one request; it knows texts and counts and
-formats them, it decides nothing and sends nothing.
+formats them. `Answers` is the face it shares with SGLang's (`gateway.sim.sglang_http`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from gateway.sim.openai_asks import Ask
 
@@ -28,11 +29,39 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One finished answer: its text, token ids and the ids of its prompt."""
+    """One finished answer: its text, token ids and the ids of its prompt, of which `cached_tokens` were cached."""
 
     text: str
     token_ids: Sequence[int]
     prompt_ids: Sequence[int]
+    cached_tokens: int = 0
+
+
+class Answers(Protocol):
+    """What is sent for one request, in the engine's own bytes. It decides nothing and sends nothing."""
+
+    def opening(self, choice: int, prompt_ids: Sequence[int]) -> bytes:
+        """What goes before an answer's first text in a stream; may be nothing."""
+
+    def piece(
+        self,
+        choice: int,
+        text: str,
+        *,
+        token_ids: Sequence[int],
+        prompt_ids: Sequence[int],
+        done: int,
+        finish: str | None,
+        cached: int = 0,
+    ) -> bytes:
+        """Text of one or more tokens; `done` counts the answer's tokens so far, `finish` ends it, `cached` are the
+        prompt tokens that were cached."""
+
+    def closing(self, counts: Counts) -> bytes:
+        """What ends a stream."""
+
+    def whole(self, texts: Sequence[Text], counts: Counts) -> bytes:
+        """The body of a request without a stream."""
 
 
 class Answer:
@@ -70,6 +99,7 @@ class Answer:
         prompt_ids: Sequence[int],
         done: int,
         finish: str | None,
+        cached: int = 0,
     ) -> bytes:
         """Text of one or more tokens; `done` counts the answer's tokens so far, `finish` ends it."""
         ask = self._ask

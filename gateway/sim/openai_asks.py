@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from gateway.records import ChatPrompt
+from gateway.records import ChatPrompt, EngineKind
 from gateway.sim.speech import Speech
 
 Body = Mapping[str, Any]
@@ -35,13 +35,14 @@ _CHAT_FIELDS: Mapping[str, type] = MappingProxyType(
 
 
 class ApiError(Exception):
-    """An error answer: `{"error": {"message", "type", "param", "code"}}` with `code` equal to the HTTP status."""
+    """A refusal. `body` is vLLM's: `{"error": {"message", "type", "param", "code"}}`, `code` being the HTTP status."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, type_name: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        name = type_name or _STATUS_NAMES.get(status, "InternalServerError")
-        error = {"message": message, "type": name, "param": param, "code": status}
+        self.message = message
+        self.type_name = type_name or _STATUS_NAMES.get(status, "InternalServerError")
+        error = {"message": message, "type": self.type_name, "param": param, "code": status}
         self.body = json.dumps({"error": error}, separators=(",", ":")).encode()
 
 
@@ -69,7 +70,8 @@ class Shape:
 class Ask:
     """One request: prompts as token ids, length and shape of the answers, and what separates its cache.
 
-    `finish` is the reason an answer ends with: `length` when the client set its length, else `stop`.
+    `finish` is the reason an answer ends with: `length` when the client set its length, else `stop`. `session` is the
+    one it belongs to, as SGLang's clients name it.
     """
 
     chat: bool
@@ -81,15 +83,19 @@ class Ask:
     finish: str
     shape: Shape
     tool_call: ToolCall | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the engine serves: `models` by name with the adapter each stands for (None: the base model)."""
+    """What the engine serves: `models` by name with the adapter each stands for (None: the base model). `lenient`, as
+    SGLang is: any model name is served, adapters are named `base:adapter` or by `lora_path` too, and several answers to
+    a greedy request are fine."""
 
     models: Mapping[str, str | None]
     max_model_len: int
     default_output_tokens: int
+    lenient: bool = False
 
 
 def parse_json(raw: bytes) -> Body:
@@ -107,25 +113,26 @@ def parse_json(raw: bytes) -> Body:
 def parse_chat(body: Body, rules: Rules, *, speech: Speech) -> Ask:
     """A chat request. Raises ApiError."""
     _check_fields(body)
-    model, adapter = _model(body, rules)
-    tokens = chat_tokens(body, speech)
-    finish, output = _length(body, rules, [tokens], names=("max_completion_tokens", "max_tokens"))
+    model, adapter = model_of(body, rules)
+    tokens = chat_tokens(body, speech, rules)
+    finish, output = check_length(body, rules, [tokens], names=("max_completion_tokens", "max_tokens"))
     return Ask(
         chat=True,
         model=model,
         adapter=adapter,
-        salt=_salt(body),
+        salt=salt_of(body),
+        session=session_of(body),
         prompts=(tokens,),
         output_tokens=output,
         finish=finish,
-        shape=_shape(body),
+        shape=_shape(body, rules),
         tool_call=_tool_call(body),
     )
 
 
 def parse_completion(body: Body, rules: Rules, *, speech: Speech) -> Ask:
     """A text completion request with a text, texts, token ids or lists of them. Raises ApiError."""
-    model, adapter = _model(body, rules)
+    model, adapter = model_of(body, rules)
     special = body.get("add_special_tokens") is not False
     prompts = [
         text_tokens(prompt, speech, special=special) if isinstance(prompt, str) else prompt
@@ -133,16 +140,17 @@ def parse_completion(body: Body, rules: Rules, *, speech: Speech) -> Ask:
     ]
     if not all(prompts):
         raise ApiError(400, "The decoder prompt cannot be empty", param="prompt")
-    finish, output = _length(body, rules, prompts, names=("max_tokens",))
+    finish, output = check_length(body, rules, prompts, names=("max_tokens",))
     return Ask(
         chat=False,
         model=model,
         adapter=adapter,
-        salt=_salt(body),
+        salt=salt_of(body),
+        session=session_of(body),
         prompts=tuple(prompts),
         output_tokens=output,
         finish=finish,
-        shape=_shape(body),
+        shape=_shape(body, rules),
     )
 
 
@@ -154,7 +162,7 @@ def text_tokens(text: str, speech: Speech, *, special: bool) -> list[int]:
         raise ApiError(400, f"The prompt cannot be encoded: {error}", param="prompt") from error
 
 
-def chat_tokens(body: Body, speech: Speech) -> list[int]:
+def chat_tokens(body: Body, speech: Speech, rules: Rules) -> list[int]:
     """Token ids of a chat body's prompt. Raises ApiError; for media too, which no text model reads."""
     _check_fields(body)
     if not body["messages"]:
@@ -177,7 +185,7 @@ def chat_tokens(body: Body, speech: Speech) -> list[int]:
         chat_template=body.get("chat_template"),
     )
     try:
-        return speech.chat(prompt)
+        return speech.chat(prompt, EngineKind.SGLANG if rules.lenient else EngineKind.VLLM)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
 
@@ -195,9 +203,13 @@ def _check_fields(body: Body) -> None:
             raise _invalid("dict_type", f"body.{name}", "Input should be a valid dict")
 
 
-def _model(body: Body, rules: Rules) -> tuple[str, str | None]:
+def model_of(body: Body, rules: Rules) -> tuple[str, str | None]:
+    """The model's name as asked for, and the adapter. Raises ApiError for one that is not served."""
     base = next(iter(rules.models))
     name = body.get("model") or base
+    if rules.lenient and isinstance(name, str):
+        adapter = rules.models.get(name) or name.partition(":")[2] or body.get("lora_path")
+        return name, adapter if isinstance(adapter, str) else None
     if not isinstance(name, str) or name not in rules.models:
         message = f"The model `{name}` does not exist. Valid aliases: {', '.join(rules.models)}."
         raise ApiError(404, message, param="model")
@@ -210,18 +222,20 @@ def _prompts(prompt: object) -> list[str | list[int]]:
     items: list[Any] = prompt if isinstance(prompt, list) else []
     if items and all(isinstance(item, str) for item in items):
         return items
-    if items and _is_tokens(items):
+    if items and is_tokens(items):
         return [items]
-    if items and all(isinstance(item, list) and _is_tokens(item) for item in items):
+    if items and all(isinstance(item, list) and is_tokens(item) for item in items):
         return items
     raise ApiError(400, "Either prompt or prompt_embeds must be provided and must not be empty.", param="prompt")
 
 
-def _is_tokens(items: Sequence[object]) -> bool:
+def is_tokens(items: Sequence[object]) -> bool:
+    """Whether all of them are token ids."""
     return all(type(item) is int and 0 <= item < 1 << 32 for item in items)
 
 
-def _length(body: Body, rules: Rules, prompts: list[list[int]], *, names: tuple[str, ...]) -> tuple[str, int]:
+def check_length(body: Body, rules: Rules, prompts: list[list[int]], *, names: tuple[str, ...]) -> tuple[str, int]:
+    """Reason an answer ends with, and its tokens; the first of the fields `names` says how many. Raises ApiError."""
     longest, limit = max(map(len, prompts)), rules.max_model_len
     asked = next((body[name] for name in names if body.get(name) is not None), None)
     if asked is not None and (type(asked) is not int or asked < 1):
@@ -253,16 +267,16 @@ def _length(body: Body, rules: Rules, prompts: list[list[int]], *, names: tuple[
     return "length", asked
 
 
-def _choices(body: Body) -> int:
+def _choices(body: Body, rules: Rules) -> int:
     choices = 1 if body.get("n") is None else body["n"]
     if type(choices) is not int or not 1 <= choices <= 128:
         raise ApiError(400, f"n must be at least 1, got {choices}.", param="n")
-    if choices > 1 and body.get("temperature") == 0:
+    if choices > 1 and body.get("temperature") == 0 and not rules.lenient:
         raise ApiError(400, f"n must be 1 when using greedy sampling, got {choices}.")
     return choices
 
 
-def _shape(body: Body) -> Shape:
+def _shape(body: Body, rules: Rules) -> Shape:
     stream = body.get("stream") or False
     options = body.get("stream_options") or {}
     if not isinstance(stream, bool) or not isinstance(options, dict):
@@ -275,7 +289,7 @@ def _shape(body: Body) -> Shape:
         raise ApiError(400, text, param="temperature")
     usage = bool(options.get("include_usage"))
     return Shape(
-        choices=_choices(body),
+        choices=_choices(body, rules),
         stream=stream,
         usage=usage,
         running_usage=usage and bool(options.get("continuous_usage_stats")),
@@ -283,11 +297,18 @@ def _shape(body: Body) -> Shape:
     )
 
 
-def _salt(body: Body) -> str | None:
+def salt_of(body: Body) -> str | None:
+    """The cache salt. Raises ApiError for one that is no text."""
     salt = body.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ApiError(400, "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
     return salt
+
+
+def session_of(body: Body) -> str | None:
+    """The session SGLang tells of in its events."""
+    session = body.get("session_id")
+    return session if isinstance(session, str) else None
 
 
 def _tool_call(body: Body) -> ToolCall | None:

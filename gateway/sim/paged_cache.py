@@ -14,25 +14,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-
-@dataclass(slots=True)
-class Claim:
-    """What one request holds: its named blocks in order, and `reserved` blocks without a name.
-
-    `held` is how many leading blocks were cached when it was made; `fresh` are the positions of blocks that were
-    nowhere in the cache and have still to be computed, in order.
-    """
-
-    blocks: list[int]
-    held: int
-    reserved: int
-    fresh: list[int] = field(default_factory=list)
+from gateway.sim.cache import Claim, Released
 
 
 class PagedCache:
-    """`capacity` is in blocks. Every operation costs time in the blocks of one request only."""
+    """A `PrefixCache`. Every operation costs time in the blocks of one request only."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -68,7 +55,7 @@ class PagedCache:
         return count
 
     def fits(self, blocks: Sequence[int], reserved: int) -> bool:
-        """Whether `claim` would leave everything that is pinned or reserved in place."""
+        """See `PrefixCache`."""
         pins, idle = self._pins, self._idle
         held = woken = 0
         for block in blocks:
@@ -84,19 +71,13 @@ class PagedCache:
     # ---------------------------------------------------------------- changing
 
     def claim(self, blocks: Sequence[int], reserved: int) -> tuple[Claim, list[int]]:
-        """Pin `blocks` and count `reserved` more; idle blocks make room. Returns the claim and what was evicted.
-
-        Does not refuse: ask `fits` first, or accept that a request larger than the cache overruns it.
-        """
+        """See `PrefixCache`."""
         pins, idle = self._pins, self._idle
         claim = Claim(list(blocks), self.held(blocks), reserved)
         for block in claim.blocks[: claim.held]:
             self._pin(block)
         over = self.resident + self._reserved + len(claim.blocks) - claim.held + reserved - self.capacity
-        evicted: list[int] = []
-        while over > 0 and idle:
-            evicted.append(idle.popitem(last=False)[0])
-            over -= 1
+        evicted = self.evict(max(0, over))
         for position in range(claim.held, len(claim.blocks)):
             block = claim.blocks[position]
             if block not in pins and block not in idle:
@@ -105,20 +86,22 @@ class PagedCache:
         self._reserved += reserved
         return claim, evicted
 
-    def name(self, claim: Claim, block: int) -> bool:
-        """One reserved block of `claim` became full and has a name now. False when that block was cached already."""
+    def fill(self, claim: Claim) -> list[int]:
+        """See `PrefixCache`."""
+        fresh, claim.fresh = claim.fresh, []
+        return fresh
+
+    def extend(self, claim: Claim, block: int) -> list[int]:
+        """See `PrefixCache`: an answer's blocks are cached as they fill."""
         known = block in self
         self._pin(block)
         claim.blocks.append(block)
         claim.reserved -= 1
         self._reserved -= 1
-        return not known
+        return [] if known else [len(claim.blocks) - 1]
 
-    def release(self, claim: Claim, *, uncomputed: bool = False) -> list[int]:
-        """Let go of a claim. Its blocks stay cached, except, with `uncomputed`, the fresh ones nobody else holds.
-
-        Returns the blocks that were dropped.
-        """
+    def release(self, claim: Claim, *, uncomputed: bool = False) -> Released:
+        """See `PrefixCache`."""
         drop = {claim.blocks[position] for position in claim.fresh} if uncomputed else set()
         dropped: list[int] = []
         pins, idle = self._pins, self._idle
@@ -134,15 +117,18 @@ class PagedCache:
                 idle[block] = None
         self._reserved -= claim.reserved
         claim.reserved = 0
-        claim.blocks.clear()
-        claim.fresh.clear()
-        return dropped
+        claim.blocks = []
+        claim.fresh = []
+        return Released([], dropped)
+
+    def evict(self, count: int | None) -> list[int]:
+        """See `PrefixCache`: oldest first."""
+        wanted = len(self._idle) if count is None else min(count, len(self._idle))
+        return [self._idle.popitem(last=False)[0] for _ in range(wanted)]
 
     def clear(self) -> list[int]:
-        """Forget every idle block; returns them, oldest first."""
-        gone = list(self._idle)
-        self._idle.clear()
-        return gone
+        """See `PrefixCache`: oldest first."""
+        return self.evict(None)
 
     def _pin(self, block: int) -> None:
         count = self._pins.get(block)

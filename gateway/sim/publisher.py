@@ -1,14 +1,14 @@
-"""KV events of a simulated engine on ZeroMQ, as vLLM sends them: PUB for live batches, ROUTER for replay.
+"""KV events of a simulated engine on ZeroMQ: PUB for live batches, ROUTER for replay.
 
-Wire format (vLLM 0.9 to 0.33):
+Wire format (vLLM 0.9 to 0.33, SGLang 0.4.6 to 0.5.23); the payload is made by `gateway.sim.event_bytes`:
 - live: three frames `[topic, sequence (8 bytes, big-endian), payload]`; the sequence starts at 0 for each publisher;
-- payload: msgpack array `[unix seconds, [events], rank]`; an event is a map with the key `type` (from 0.24 on) or an
-  array with the type first and trailing defaults cut off (before);
 - replay: a DEALER asks `["", start sequence]` and gets each buffered batch from there on, then an end marker with
-  sequence `ff * 8` and an empty payload; from 0.26 on each reply carries the topic before the sequence.
+  sequence `ff * 8` and an empty payload; from vLLM 0.26 and SGLang 0.5.22 on each reply carries the topic before the
+  sequence.
 
 Rules:
-1. A batch that was lost on purpose (`lose`) consumes its sequence number and stays in the replay buffer.
+1. A batch that was lost on purpose (`lose`) consumes its sequence number; it stays in the replay buffer unless it is
+   to be lost for replays too.
 2. While held, batches keep their numbers and their order and go out on release.
 3. `close` frees the ports before it returns, so a publisher that follows may bind them.
 
@@ -19,148 +19,103 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-import msgspec
 import zmq
 
+from gateway.sim.event_bytes import Event
+
 _END = b"\xff" * 8
-_MEDIUM = "GPU"
 
-
-class Encoding(StrEnum):
-    """Form of an event: `map` from vLLM 0.24 on, `array` before."""
-
-    MAP = "map"
-    ARRAY = "array"
+Encode = Callable[[Sequence[Event], float], bytes]
+"""Makes the payload of a batch of its events and the time in Unix seconds."""
 
 
 class Replay(StrEnum):
-    """Layout of replay answers: `new` from vLLM 0.26 on, `old` before, `off` without the socket."""
+    """Layout of replay answers: `new` from vLLM 0.26 and SGLang 0.5.22 on, `old` before, `off` without the socket."""
 
     OFF = "off"
     OLD = "old"
     NEW = "new"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
-    """`hashes[i]` names tokens `[i * block_size : (i + 1) * block_size]` of `token_ids`; `extra_keys` has one entry a
-    block (adapter name, cache salt in the prompt's first block), None where there is nothing beside the tokens."""
-
-    hashes: Sequence[int]
-    parent: int | None
-    token_ids: Sequence[int]
-    block_size: int
-    adapter: str | None = None
-    extra_keys: Sequence[Sequence[str] | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    """One event a block on the wire."""
-
-    hashes: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
-    """Every block of every medium is gone."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-def encode_batch(events: Sequence[Event], *, unix_s: float, rank: int, encoding: Encoding) -> bytes:
-    """The payload of one batch."""
-    wire: list[object] = []
-    for event in events:
-        match event:
-            case BlockStored():
-                wire.append(_stored(event, encoding))
-            case BlockRemoved():
-                wire.extend(_removed(block, encoding) for block in event.hashes)
-            case AllBlocksCleared():
-                kind = "AllBlocksCleared"
-                wire.append([kind] if encoding is Encoding.ARRAY else {"type": kind})
-    return msgspec.msgpack.encode([unix_s, wire, rank])
-
-
-def _stored(event: BlockStored, encoding: Encoding) -> object:
-    lora_id = 1 if event.adapter is not None else None
-    hashes, tokens = list(event.hashes), list(event.token_ids)
-    extra = event.extra_keys if event.extra_keys is not None else [None] * len(hashes)
-    if encoding is Encoding.ARRAY:
-        row = ["BlockStored", hashes, event.parent, tokens, event.block_size, lora_id, _MEDIUM, event.adapter]
-        return row if event.extra_keys is None else [*row, extra]
-    return {
-        "type": "BlockStored",
-        "block_hashes": hashes,
-        "parent_block_hash": event.parent,
-        "token_ids": tokens,
-        "block_size": event.block_size,
-        "lora_id": lora_id,
-        "medium": _MEDIUM,
-        "lora_name": event.adapter,
-        "extra_keys": extra,
-        "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-    }
-
-
-def _removed(block: int, encoding: Encoding) -> object:
-    if encoding is Encoding.ARRAY:
-        return ["BlockRemoved", [block], _MEDIUM]
-    return {"type": "BlockRemoved", "block_hashes": [block], "medium": _MEDIUM, "group_idx": 0}
-
-
 class EventPublisher:
-    """The life of one publisher process. Ports of 0 take free ones; the newest `buffer_steps` batches are replayable.
+    """The life of one publisher process (of one rank). Ports of 0 take free ones; the newest `buffer_steps` batches are
+    replayable.
 
     Raises zmq.ZMQError when a port is taken.
     """
 
     def __init__(
         self,
+        encode: Encode,
         *,
         host: str,
         port: int = 0,
         replay_port: int = 0,
         topic: str = "",
-        rank: int = 0,
-        encoding: Encoding = Encoding.MAP,
         replay: Replay = Replay.NEW,
         buffer_steps: int = 10_000,
+        online: bool = True,
     ) -> None:
         self._topic = topic.encode()
-        self._rank = rank
-        self._encoding = encoding
+        self._encode = encode
         self._replay = replay
         self._loop = asyncio.get_running_loop()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._held: list[tuple[int, bytes]] | None = None
         self._lose = 0
+        self._lost_for_good = False
         self.sequence = 0
         self.replays = 0
-        self._context = zmq.Context()
+        self._host = host
+        self._pub: zmq.Socket[bytes] | None = None
         self._replay_socket: zmq.Socket[bytes] | None = None
         self._replay_fd = -1
-        self.replay_port: int | None = None
+        self.port = port
+        self.replay_port = None if replay is Replay.OFF else replay_port
+        if online:
+            self.go_online()
+
+    # ---------------------------------------------------------------- sockets
+
+    def go_online(self) -> None:
+        """Open the sockets, at the ports they had; nothing to do when they are open. Raises zmq.ZMQError."""
+        if self._pub is not None:
+            return
+        self._context = zmq.Context()
         try:
             self._pub = self._context.socket(zmq.PUB)
             self._pub.setsockopt(zmq.SNDHWM, 100_000)
-            self.port = _bind(self._pub, host, port)
-            if replay is not Replay.OFF:
+            self.port = _bind(self._pub, self._host, self.port)
+            if self.replay_port is not None:
                 self._replay_socket = self._context.socket(zmq.ROUTER)
                 self._replay_socket.setsockopt(zmq.SNDHWM, 0)
-                self.replay_port = _bind(self._replay_socket, host, replay_port)
+                self.replay_port = _bind(self._replay_socket, self._host, self.replay_port)
                 self._replay_fd = int(self._replay_socket.getsockopt(zmq.FD))
                 self._loop.add_reader(self._replay_fd, self._answer_replays)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
+            self._pub = self._replay_socket = None
             raise
+
+    def go_offline(self) -> None:
+        """Close both sockets and wait until their ports are free (milliseconds). Batches are numbered and kept for
+        replays as before, and reach nobody."""
+        pub, self._pub = self._pub, None
+        if pub is None:
+            return
+        socket, self._replay_socket = self._replay_socket, None
+        if socket is not None:
+            self._loop.remove_reader(self._replay_fd)
+            socket.close(linger=0)
+        pub.close(linger=0)
+        self._context.term()
+
+    def close(self) -> None:
+        """The end of this publisher."""
+        self.go_offline()
 
     # ---------------------------------------------------------------- publishing
 
@@ -168,10 +123,10 @@ class EventPublisher:
         """One batch; none when there are no events."""
         if not events:
             return
-        payload = encode_batch(events, unix_s=unix_s, rank=self._rank, encoding=self._encoding)
-        entry = (self.sequence, payload)
+        entry = (self.sequence, self._encode(events, unix_s))
         self.sequence += 1
-        self._buffer.append(entry)
+        if not (self._lose and self._lost_for_good):
+            self._buffer.append(entry)
         if self._lose:
             self._lose -= 1
         elif self._held is not None:
@@ -181,9 +136,10 @@ class EventPublisher:
         if self._replay_socket is not None:
             self._answer_replays()
 
-    def lose(self, batches: int) -> None:
-        """The next `batches` batches are not sent."""
+    def lose(self, batches: int, *, for_good: bool = False) -> None:
+        """The next `batches` batches are not sent; `for_good`: nor replayed, as when they could not be encoded."""
         self._lose = batches
+        self._lost_for_good = for_good
 
     def hold(self) -> None:
         """Keep batches back until `release`."""
@@ -200,17 +156,9 @@ class EventPublisher:
         """Forget the history: a replay has nothing before this moment."""
         self._buffer.clear()
 
-    def close(self) -> None:
-        """Close both sockets and wait until their ports are free (milliseconds)."""
-        socket, self._replay_socket = self._replay_socket, None
-        if socket is not None:
-            self._loop.remove_reader(self._replay_fd)
-            socket.close(linger=0)
-        self._pub.close(linger=0)
-        self._context.term()
-
     def _send(self, entry: tuple[int, bytes]) -> None:
-        self._pub.send_multipart((self._topic, entry[0].to_bytes(8, "big"), entry[1]))
+        if self._pub is not None:
+            self._pub.send_multipart((self._topic, entry[0].to_bytes(8, "big"), entry[1]))
 
     # ---------------------------------------------------------------- replay
 

@@ -1,9 +1,9 @@
-"""`kvgate engine`: one simulated worker behind real HTTP and real event sockets, in the manner of vLLM 0.32.
+"""`kvgate engine`: one simulated worker behind real HTTP and real event sockets, in the manner of vLLM or SGLang.
 
-Owns the HTTP port and what requests mean; `gateway.sim.host` owns engine, clock and event feed. A client that goes
-away is taken out of the engine at once, and counted.
+Owns the HTTP port and what requests mean; `gateway.sim.ranks` owns engines, clocks and event feeds. A client that goes
+away is taken out of its engine at once, and counted.
 
-Beside vLLM's paths: `GET /sim/state` and `GET /sim/body` (the newest inference body, as received) show what the
+Beside the engine's paths: `GET /sim/state` and `GET /sim/body` (the newest inference body, as received) show what the
 worker saw, `POST /sim/fault` makes it misbehave (`gateway.sim.faults`).
 """
 
@@ -18,12 +18,13 @@ import msgspec
 
 from gateway.sim.exchange import Exchange, Line
 from gateway.sim.faults import LYING_IN_WAIT, Fault, FaultKind, FaultQueue
-from gateway.sim.host import EngineHost, EngineSettings
+from gateway.sim.host import EngineHost
 from gateway.sim.http_server import HttpRequest, HttpServer, Reply
-from gateway.sim.openai_answers import Answer
+from gateway.sim.openai_answers import Answer, Answers
 from gateway.sim.openai_asks import (
     ApiError,
     Ask,
+    Body,
     Rules,
     chat_tokens,
     parse_chat,
@@ -31,10 +32,24 @@ from gateway.sim.openai_asks import (
     parse_json,
     text_tokens,
 )
-from gateway.sim.pages import metrics_page, models_page, sources_page
+from gateway.sim.pages import (
+    models_page,
+    sglang_loads,
+    sglang_metrics,
+    sglang_model_info,
+    sglang_server_info,
+    sources_page,
+    vllm_metrics,
+)
+from gateway.sim.ranks import Ranks
+from gateway.sim.releases import Dialect
+from gateway.sim.settings import EngineSettings
+from gateway.sim.sglang_http import GenerateAnswer, SglangAnswer, error_body, parse_generate, rank_of
 from gateway.sim.speech import Speech
 
-__all__ = ["EngineSettings", "Fault", "FaultKind", "SimulatedWorker", "Speech"]
+__all__ = ["Dialect", "EngineSettings", "Fault", "FaultKind", "SimulatedWorker", "Speech"]
+
+_Routes = dict[tuple[str, str], Callable[[HttpRequest, Reply], None]]
 
 _RESTART_DELAY_S = 0.01
 """A restart asked for over HTTP waits until its own answer is out."""
@@ -52,12 +67,14 @@ class SimulatedWorker:
         self.settings = settings
         self._wall_clock = wall_clock
         self._speech = speech if speech is not None else Speech.load(settings.tokenizer)
-        self._host = EngineHost(settings, wall_clock=wall_clock)
-        limit = min(settings.max_model_len, self._host.model.kv_tokens // settings.block_size * settings.block_size)
+        self._sglang = settings.dialect is Dialect.SGLANG
+        self._ranks = Ranks(settings, wall_clock=wall_clock)
+        model = settings.engine_model()
+        limit = min(settings.max_model_len, model.kv_tokens // settings.block_size * settings.block_size)
         names: dict[str, str | None] = {settings.model: None} | {name: name for name in settings.adapters}
-        self._rules = Rules(names, limit, settings.default_output_tokens)
+        self._rules = Rules(names, limit, settings.default_output_tokens, lenient=self._sglang)
         self._http = HttpServer(self._handle)
-        self._routes = self._all_routes()
+        self._routes = self._common_routes() | (self._sglang_routes() if self._sglang else self._vllm_routes())
         self._paths = {path for _, path in self._routes}
         self._port = settings.port
         self._faults = FaultQueue()
@@ -71,17 +88,17 @@ class SimulatedWorker:
 
     async def start(self) -> None:
         """Raises OSError or zmq.ZMQError when a port is taken."""
-        self._host.boot()
+        self._ranks.boot()
         try:
             self._port = await self._http.start(self.settings.host, self.settings.port)
         except OSError:
-            self._host.shut_down()
+            self._ranks.shut_down()
             raise
 
     async def stop(self) -> None:
         """Idempotent."""
         await self._http.stop()
-        self._host.shut_down()
+        self._ranks.shut_down()
 
     @property
     def url(self) -> str:
@@ -90,65 +107,74 @@ class SimulatedWorker:
 
     @property
     def events_endpoint(self) -> str | None:
-        """Where to subscribe, None without events."""
-        publisher = self._host.publisher
+        """Where to subscribe to rank 0, None without events."""
+        publisher = self._ranks.first.publisher
         return None if publisher is None else f"tcp://{self.settings.host}:{publisher.port}"
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where to ask for replays, None without."""
-        publisher = self._host.publisher
+        """Where to ask rank 0 for replays, None without."""
+        publisher = self._ranks.first.publisher
         port = None if publisher is None else publisher.replay_port
         return None if port is None else f"tcp://{self.settings.host}:{port}"
 
     def state(self) -> dict[str, object]:
         """What `GET /sim/state` shows. Counts of the engine start at 0 again after a restart."""
-        host, publisher = self._host, self._host.publisher
-        engine, counters = host.engine, host.engine.counters
         return {
             "name": self.settings.name,
-            "boots": host.boots,
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "finished": counters.finished,
+            "dialect": self.settings.dialect,
+            "version": self.settings.said_version(),
             "aborted": self.aborted,
             "connections": self._http.connections,
             "received": self.received,
             "last_body_sha256": hashlib.sha256(self.bodies[-1]).hexdigest() if self.bodies else None,
-            "kv_usage": engine.kv_usage,
-            "resident_blocks": engine.resident_blocks,
-            "in_use_blocks": engine.in_use_blocks,
-            "capacity_blocks": engine.capacity_blocks,
-            "evicted_blocks": counters.evicted_blocks,
-            "queried_tokens": counters.queried_tokens,
-            "hit_tokens": counters.hit_tokens,
-            "prefill_busy_s": counters.prefill_busy_s,
-            "event_sequence": None if publisher is None else publisher.sequence,
-            "replays": None if publisher is None else publisher.replays,
-        }
+        } | self._ranks.state()
 
     # ---------------------------------------------------------------- routes
 
-    def _all_routes(self) -> Mapping[tuple[str, str], Callable[[HttpRequest, Reply], None]]:
+    def _common_routes(self) -> _Routes:
         return {
             ("POST", "/v1/chat/completions"): self._infer,
             ("POST", "/v1/completions"): self._infer,
-            ("POST", "/tokenize"): self._tokenize,
-            ("POST", "/detokenize"): self._detokenize,
-            ("POST", "/reset_prefix_cache"): lambda _, reply: reply.send(
-                200, _json({"success": self._host.reset_cache()})
-            ),
-            ("GET", "/health"): lambda _, reply: reply.send(200, content_type=None),
-            ("GET", "/ping"): lambda _, reply: reply.send(200, content_type=None),
-            ("GET", "/version"): lambda _, reply: reply.send(200, _json({"version": self.settings.version})),
-            ("GET", "/load"): lambda _, reply: reply.send(200, _json({"server_load": self._host.load})),
+            ("GET", "/health"): self._empty,
+            ("GET", "/ping"): self._empty,
             ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
-            ("GET", "/kv_event_sources"): self._sources,
             ("GET", "/sim/state"): lambda _, reply: reply.send(200, _json(self.state())),
             ("GET", "/sim/body"): self._newest_body,
             ("POST", "/sim/fault"): self._take_fault,
         }
+
+    def _vllm_routes(self) -> _Routes:
+        version = _json({"version": self.settings.said_version()})
+        return {
+            ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
+            ("POST", "/reset_prefix_cache"): lambda _, reply: reply.send(
+                200, _json({"success": self._ranks.reset_caches()})
+            ),
+            ("GET", "/version"): lambda _, reply: reply.send(200, version),
+            ("GET", "/load"): lambda _, reply: reply.send(200, _json({"server_load": self._load()})),
+            ("GET", "/kv_event_sources"): lambda _, reply: reply.send(200, sources_page(self._ranks.hosts)),
+        }
+
+    def _sglang_routes(self) -> _Routes:
+        release = self.settings.release()
+        routes: _Routes = {
+            ("POST", "/generate"): self._infer,
+            ("POST", "/flush_cache"): self._flush,
+            ("GET", "/flush_cache"): self._flush,
+            ("GET", "/health_generate"): self._empty,
+            ("GET", "/get_model_info"): self._model_info,
+            ("GET", "/get_server_info"): self._server_info,
+        }
+        if release >= (0, 5, 5):
+            routes |= {("POST", path): self._tokenize for path in ("/tokenize", "/v1/tokenize")}
+            routes |= {("POST", path): self._detokenize for path in ("/detokenize", "/v1/detokenize")}
+        if release >= (0, 5, 8):
+            routes |= {("GET", "/server_info"): self._server_info, ("GET", "/model_info"): self._model_info}
+            routes |= {("GET", "/v1/loads"): self._loads}
+        return routes
 
     def _handle(self, request: HttpRequest, reply: Reply) -> None:
         handler = self._routes.get((request.method, request.path))
@@ -159,7 +185,10 @@ class SimulatedWorker:
         try:
             handler(request, reply)
         except ApiError as error:
-            reply.send(error.status, error.body, headers={"x-request-id": self._request_id(request)})
+            if self._sglang:
+                reply.send(error.status, error_body(error))
+            else:
+                reply.send(error.status, error.body, headers={"x-request-id": self._request_id(request)})
 
     # ---------------------------------------------------------------- inference
 
@@ -183,19 +212,23 @@ class SimulatedWorker:
             text = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
             raise ApiError(400, text, type_name="Bad Request")
         body = parse_json(request.body)
-        parse = parse_chat if request.path == "/v1/chat/completions" else parse_completion
-        self._begin(parse(body, self._rules, speech=self._speech), request, reply, fault)
+        parse = {"/v1/chat/completions": parse_chat, "/generate": parse_generate}.get(request.path, parse_completion)
+        host = self._pick(body, request.headers)
+        self._begin(parse(body, self._rules, speech=self._speech), request, reply, fault, host)
 
-    def _begin(self, ask: Ask, request: HttpRequest, reply: Reply, fault: Fault | None) -> None:
+    def _pick(self, body: Body, headers: Mapping[str, str]) -> EngineHost:
+        """The rank the request goes to."""
+        asked = headers.get("x-data-parallel-rank")
+        named = rank_of(body, headers, self.settings.release()) if self._sglang else asked
+        try:
+            return self._ranks.pick(None if named is None else int(str(named)))
+        except (ValueError, LookupError) as error:
+            raise ApiError(400, str(error)) from error
+
+    def _begin(self, ask: Ask, request: HttpRequest, reply: Reply, fault: Fault | None, host: EngineHost) -> None:
         settings = self.settings
         request_id = self._request_id(request)
-        answer = Answer(
-            ask,
-            answer_id=f"{'chatcmpl' if ask.chat else 'cmpl'}-{request_id}",
-            created=int(self._wall_clock()),
-            version=settings.version,
-            details=settings.prompt_tokens_details,
-        )
+        answer = self._answer(ask, request.path, request_id, host.rank)
         choices = ask.shape.choices
         lines = [
             self._line(ask, prompt, index * choices + choice, choice)
@@ -208,12 +241,23 @@ class SimulatedWorker:
             reply,
             lines,
             block_size=settings.block_size,
-            headers={"x-request-id": request_id},
+            headers={} if self._sglang else {"x-request-id": request_id},
             fault=fault,
         )
         exchange.begin()
-        reply.on_gone = lambda: self._gone(exchange)
-        self._host.submit(exchange)
+        reply.on_gone = lambda: self._gone(exchange, host)
+        host.submit(exchange)
+
+    def _answer(self, ask: Ask, path: str, request_id: str, rank: int) -> Answers:
+        settings, created = self.settings, int(self._wall_clock())
+        details = settings.prompt_tokens_details
+        if not self._sglang:
+            answer_id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{request_id}"
+            return Answer(ask, answer_id=answer_id, created=created, version=settings.said_version(), details=details)
+        answer_id = hashlib.sha256(request_id.encode()).hexdigest()[:32]
+        if path == "/generate":
+            return GenerateAnswer(ask, answer_id=answer_id, rank=rank if settings.data_parallel_size > 1 else None)
+        return SglangAnswer(ask, answer_id=answer_id, created=created, details=details)
 
     def _line(self, ask: Ask, prompt: list[int], index: int, choice: int) -> Line:
         self._tickets += 1
@@ -223,72 +267,81 @@ class SimulatedWorker:
             output = self._speech.answer(prompt, ask.output_tokens, choice)
         return Line(self._tickets, index, prompt, output, self._speech.pieces(output))
 
-    def _gone(self, exchange: Exchange) -> None:
+    def _gone(self, exchange: Exchange, host: EngineHost) -> None:
         self._count_abort()
-        self._host.drop(exchange)
+        host.drop(exchange)
 
     def _count_abort(self) -> None:
         self.aborted += 1
 
     def _request_id(self, request: HttpRequest) -> str:
         self._requests += 1
-        made = hashlib.sha256(f"{self.settings.name} {self._host.boots} {self._requests}".encode()).hexdigest()[:16]
+        made = hashlib.sha256(f"{self.settings.name} {self._ranks.first.boots} {self._requests}".encode()).hexdigest()[
+            :16
+        ]
         return request.headers.get("x-request-id") or made
 
     # ---------------------------------------------------------------- other pages
 
+    def _empty(self, request: HttpRequest, reply: Reply) -> None:
+        reply.send(200, content_type=None)
+
+    def _load(self) -> int:
+        return sum(host.load for host in self._ranks.hosts)
+
+    def _flush(self, request: HttpRequest, reply: Reply) -> None:
+        if self._load() or not self._ranks.reset_caches():
+            raise ApiError(400, "Flush cache failed: requests are running or waiting.")
+        reply.send(200, b"Cache flushed.\n", content_type="text/plain; charset=utf-8")
+
+    def _loads(self, request: HttpRequest, reply: Reply) -> None:
+        page = sglang_loads(self._ranks.hosts, version=self.settings.said_version(), unix_s=self._wall_clock())
+        reply.send(200, page)
+
+    def _server_info(self, request: HttpRequest, reply: Reply) -> None:
+        page = sglang_server_info(
+            self._ranks.first, page_size=self.settings.block_size, max_model_len=self._rules.max_model_len
+        )
+        reply.send(200, page)
+
+    def _model_info(self, request: HttpRequest, reply: Reply) -> None:
+        page = sglang_model_info(model=self.settings.model, path=str(self.settings.tokenizer.resolve()))
+        reply.send(200, page)
+
     def _tokenize(self, request: HttpRequest, reply: Reply) -> None:
         body = parse_json(request.body)
         if "messages" in body:
-            tokens = chat_tokens(body, self._speech)
+            tokens = chat_tokens(body, self._speech, self._rules)
         else:
             special = body.get("add_special_tokens") is not False
             tokens = text_tokens(str(body.get("prompt", "")), self._speech, special=special)
-        page = {
-            "count": len(tokens),
-            "max_model_len": self._rules.max_model_len,
-            "tokens": tokens,
-            "token_strs": self._speech.token_strings(tokens) if body.get("return_token_strs") else None,
-        }
-        reply.send(200, _json(page))
+        limit = self._rules.max_model_len
+        if self._sglang:
+            reply.send(200, _json({"tokens": tokens, "count": len(tokens), "max_model_len": limit}))
+            return
+        strings = self._speech.token_strings(tokens) if body.get("return_token_strs") else None
+        reply.send(200, _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}))
 
     def _detokenize(self, request: HttpRequest, reply: Reply) -> None:
         tokens = parse_json(request.body).get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
             raise ApiError(400, "tokens must be a list of token ids", param="tokens")
-        reply.send(200, _json({"prompt": self._speech.decode(tokens)}))
+        reply.send(200, _json({"text" if self._sglang else "prompt": self._speech.decode(tokens)}))
 
     def _metrics(self, request: HttpRequest, reply: Reply) -> None:
-        host = self._host
-        page = metrics_page(
-            host.engine,
-            model=self.settings.model,
-            start_time_unix=host.start_time_unix,
-            prompt_tokens=host.prompt_tokens,
-            generation_tokens=host.generated_tokens,
-        )
+        write = sglang_metrics if self._sglang else vllm_metrics
+        page = write(self._ranks.hosts, model=self.settings.model)
         reply.send(200, page, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _models(self, request: HttpRequest, reply: Reply) -> None:
+        settings = self.settings
         page = models_page(
             self._rules.models,
-            base=self.settings.model,
-            root=str(self.settings.tokenizer.resolve()),
+            base=settings.model,
+            root=settings.model if self._sglang else str(settings.tokenizer.resolve()),
             max_model_len=self._rules.max_model_len,
-            created=int(self._host.start_time_unix),
-        )
-        reply.send(200, page)
-
-    def _sources(self, request: HttpRequest, reply: Reply) -> None:
-        publisher, settings = self._host.publisher, self.settings
-        if publisher is None:
-            reply.send(200, b"{}")
-            return
-        page = sources_page(
-            port=publisher.port,
-            replay_port=publisher.replay_port,
-            topic=settings.topic,
-            buffer_steps=settings.buffer_steps,
+            created=int(self._ranks.first.start_time_unix),
+            owner=settings.dialect,
         )
         reply.send(200, page)
 
@@ -310,31 +363,16 @@ class SimulatedWorker:
 
     def fault(self, fault: Fault) -> None:
         """Misbehave; see `FaultKind`. Those for the event feed do nothing without one."""
-        host, publisher = self._host, self._host.publisher
-        match fault.kind:
-            case kind if kind in LYING_IN_WAIT:
-                self._faults.add(fault)
-            case FaultKind.RESTART:
-                self._http.drop_connections()
-                host.boot()
-            case FaultKind.CLEAR:
-                host.clear_cache(silent=fault.silent)
-            case FaultKind.SLOW:
-                host.set_speed(self.settings.speed * fault.factor)
-            case FaultKind.HEAL:
-                self._faults.heal()
-                if publisher is not None:
-                    publisher.release()
-            case FaultKind.DROP if publisher is not None:
-                publisher.lose(fault.count)
-            case FaultKind.HOLD if publisher is not None:
-                publisher.hold()
-            case FaultKind.RELEASE if publisher is not None:
-                publisher.release()
-            case FaultKind.TRIM if publisher is not None:
-                publisher.trim()
-            case _:
-                pass
+        if fault.kind in LYING_IN_WAIT:
+            self._faults.add(fault)
+            return
+        if fault.kind is FaultKind.RESTART:
+            self._http.drop_connections()
+            self._ranks.boot()
+            return
+        if fault.kind is FaultKind.HEAL:
+            self._faults.heal()
+        self._ranks.fault(fault)
 
 
 def _json(value: object) -> bytes:

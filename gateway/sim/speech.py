@@ -18,7 +18,7 @@ from random import Random
 
 from gateway.prefix import PromptHasher
 from gateway.prefix.files import ModelFiles, read_model_files
-from gateway.records import ChatPrompt, Endpoint, InferenceRequest
+from gateway.records import ChatPrompt, Endpoint, EngineKind, InferenceRequest
 
 DEMO_MODEL = Path(__file__).parent / "model"
 """Tokenizer and chat template that come with the project."""
@@ -33,7 +33,7 @@ class Speech:
     def __init__(self, files: ModelFiles) -> None:
         tokenizer = files.tokenizer
         self._tokenizer = tokenizer
-        self._prompts = PromptHasher(files)
+        self._prompts = {kind: PromptHasher(files, engine=kind) for kind in (EngineKind.VLLM, EngineKind.SGLANG)}
         openers: list[int] = []
         words: list[int] = []
         for token in range(tokenizer.get_vocab_size()):
@@ -49,10 +49,10 @@ class Speech:
         """Reads a model's directory. Raises BadModelFiles or BadTemplate, see `gateway.prefix`."""
         return cls(read_model_files(directory))
 
-    def chat(self, prompt: ChatPrompt) -> list[int]:
-        """Token ids of a chat prompt, rendered and encoded whole each time. Raises ValueError when it cannot be."""
+    def chat(self, prompt: ChatPrompt, engine: EngineKind = EngineKind.VLLM) -> list[int]:
+        """Token ids of a chat prompt, rendered as the engine does and encoded. Raises ValueError when it cannot be."""
         request = InferenceRequest(endpoint=Endpoint.CHAT, request_id="", model="simulated", prompt=prompt)
-        found = self._prompts.token_ids(request)
+        found = self._prompts[engine].token_ids(request)
         if found is None:
             raise ValueError("the chat template does not take these messages")
         return list(found[0])

@@ -10,100 +10,25 @@ from dataclasses import replace
 import httpx
 import pytest
 import zmq
-import zmq.asyncio
 
 from gateway.kv import events as kv
-from gateway.sim.publisher import Encoding, Replay
-from gateway.sim.server import EngineSettings, Fault, FaultKind, SimulatedWorker, Speech
-from gateway.sim.speech import DEMO_MODEL
+from gateway.sim.event_bytes import Encoding
+from gateway.sim.publisher import Replay
+from gateway.sim.server import EngineSettings, Fault, FaultKind, SimulatedWorker
+from tests.integration.engine_rig import SPEECH, WAIT_S, EngineRig
 
 SETTINGS = EngineSettings(speed=50.0, topic="kv@here@demo")
-SPEECH = Speech.load(DEMO_MODEL)
-WAIT_S = 20.0
-
-
-class Rig:
-    """One worker, a client and a subscriber that is known to be connected."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        self.worker = SimulatedWorker(settings, wall_clock=time.time, speech=SPEECH)
-        self.context = zmq.asyncio.Context()
-
-    async def __aenter__(self) -> Rig:
-        await self.worker.start()
-        self.http = httpx.AsyncClient(base_url=self.worker.url, timeout=30, trust_env=False)
-        self.sub = self.context.socket(zmq.SUB)
-        self.sub.subscribe(b"")
-        self.sub.connect(self.worker.events_endpoint or "")
-        await self.settle()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.http.aclose()
-        self.context.destroy(linger=0)
-        await self.worker.stop()
-
-    async def settle(self) -> None:
-        """Send until something arrives: a subscription takes effect some time after `connect`."""
-        number = 10_000
-        while not await self.sub.poll(50):
-            await self.ask([number] * 17)
-            number += 1
-        await self.drain()
-
-    async def drain(self) -> None:
-        """Read until the newest batch is here."""
-        newest = int(str(self.worker.state()["event_sequence"])) - 1
-        while (await self.receive())[0] < newest:
-            pass
-
-    async def ask(self, prompt: list[int], **extra: object) -> int:
-        """Returns the cached tokens the worker reports."""
-        answer = await self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, **extra})
-        assert answer.status_code == 200, answer.text
-        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-    async def receive(self) -> tuple[int, list[kv.KvEvent]]:
-        """The next live batch: sequence and events."""
-        frames = await asyncio.wait_for(self.sub.recv_multipart(), WAIT_S)
-        assert frames[0] == self.worker.settings.topic.encode()
-        message = kv.parse_live(frames)
-        return message.seq, self.decode(message.payload)
-
-    @staticmethod
-    def decode(payload: bytes) -> list[kv.KvEvent]:
-        batch = kv.decode_batch(payload)
-        assert isinstance(batch, kv.KvBatch)
-        assert batch.skipped == ()
-        assert batch.rank == 0
-        return batch.events
-
-    async def replay(self, start: int) -> tuple[list[kv.Message], set[int]]:
-        """Everything from `start` on, and the number of frames the replies had."""
-        dealer = self.context.socket(zmq.DEALER)
-        dealer.connect(self.worker.replay_endpoint or "")
-        await dealer.send_multipart(kv.replay_request(start))
-        messages: list[kv.Message] = []
-        widths: set[int] = set()
-        while True:
-            frames = await asyncio.wait_for(dealer.recv_multipart(), WAIT_S)
-            widths.add(len(frames))
-            message = kv.parse_reply(frames)
-            if message is None:
-                dealer.close(linger=0)
-                return messages, widths
-            messages.append(message)
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    async with Rig(SETTINGS) as rig:
+async def rig() -> AsyncIterator[EngineRig]:
+    async with EngineRig(SETTINGS) as rig:
         yield rig
 
 
 @pytest.mark.parametrize("encoding", list(Encoding))
 async def test_stored_blocks_carry_tokens_parent_and_identity(encoding: Encoding) -> None:
-    async with Rig(replace(SETTINGS, encoding=encoding, adapters=("lora",))) as rig:
+    async with EngineRig(replace(SETTINGS, encoding=encoding, adapters=("lora",))) as rig:
         prompt = list(range(40))
         await rig.ask(prompt)
         _, [first] = await rig.receive()
@@ -120,7 +45,7 @@ async def test_stored_blocks_carry_tokens_parent_and_identity(encoding: Encoding
         assert set(third.hashes).isdisjoint(first.hashes)
 
 
-async def test_answers_are_announced_as_they_fill_blocks(rig: Rig) -> None:
+async def test_answers_are_announced_as_they_fill_blocks(rig: EngineRig) -> None:
     await rig.ask([3] * 16, max_tokens=40)
     stored: list[kv.Stored] = []
     while len(stored) < 3:
@@ -132,7 +57,7 @@ async def test_answers_are_announced_as_they_fill_blocks(rig: Rig) -> None:
 
 
 async def test_evictions_are_told_tail_first_and_the_events_equal_the_cache() -> None:
-    async with Rig(replace(SETTINGS, kv_tokens=16 * 8)) as rig:
+    async with EngineRig(replace(SETTINGS, kv_tokens=16 * 8)) as rig:
         await rig.ask([1] * 64)
         _, [stored] = await rig.receive()
         assert isinstance(stored, kv.Stored)
@@ -144,7 +69,7 @@ async def test_evictions_are_told_tail_first_and_the_events_equal_the_cache() ->
         assert await rig.ask([1] * 64) == 16
 
 
-async def test_sequences_run_without_gaps(rig: Rig) -> None:
+async def test_sequences_run_without_gaps(rig: EngineRig) -> None:
     start = int(str(rig.worker.state()["event_sequence"]))
     for number in range(5):
         await rig.ask([number] * 20)
@@ -153,7 +78,7 @@ async def test_sequences_run_without_gaps(rig: Rig) -> None:
 
 @pytest.mark.parametrize(("layout", "width"), [(Replay.NEW, 4), (Replay.OLD, 3)])
 async def test_replay_gives_every_batch_from_the_start_asked_for(layout: Replay, width: int) -> None:
-    async with Rig(replace(SETTINGS, replay=layout)) as rig:
+    async with EngineRig(replace(SETTINGS, replay=layout)) as rig:
         live = {}
         for number in range(3):
             await rig.ask([number] * 20)
@@ -168,7 +93,7 @@ async def test_replay_gives_every_batch_from_the_start_asked_for(layout: Replay,
 
 
 async def test_only_the_newest_batches_are_kept_for_replay() -> None:
-    async with Rig(replace(SETTINGS, buffer_steps=2)) as rig:
+    async with EngineRig(replace(SETTINGS, buffer_steps=2)) as rig:
         for number in range(5):
             await rig.ask([number] * 20)
         newest = int(str(rig.worker.state()["event_sequence"])) - 1
@@ -178,7 +103,7 @@ async def test_only_the_newest_batches_are_kept_for_replay() -> None:
 
 
 async def test_without_replay_there_is_no_endpoint() -> None:
-    async with Rig(replace(SETTINGS, replay=Replay.OFF)) as rig:
+    async with EngineRig(replace(SETTINGS, replay=Replay.OFF)) as rig:
         assert rig.worker.replay_endpoint is None
         assert (await rig.http.get("/kv_event_sources")).json()["0"]["replay_endpoint"] is None
 
@@ -193,7 +118,7 @@ async def test_without_events_there_is_no_source() -> None:
     await worker.stop()
 
 
-async def test_dropped_batches_leave_a_gap_that_replay_fills(rig: Rig) -> None:
+async def test_dropped_batches_leave_a_gap_that_replay_fills(rig: EngineRig) -> None:
     await rig.http.post("/sim/fault", json={"kind": "drop", "count": 2})
     start = int(str(rig.worker.state()["event_sequence"]))
     for number in range(3):
@@ -202,7 +127,7 @@ async def test_dropped_batches_leave_a_gap_that_replay_fills(rig: Rig) -> None:
     assert [message.seq for message in (await rig.replay(start))[0]] == [start, start + 1, start + 2]
 
 
-async def test_held_batches_come_in_order_on_release(rig: Rig) -> None:
+async def test_held_batches_come_in_order_on_release(rig: EngineRig) -> None:
     await rig.http.post("/sim/fault", json={"kind": "hold"})
     start = int(str(rig.worker.state()["event_sequence"]))
     for number in range(3):
@@ -212,7 +137,7 @@ async def test_held_batches_come_in_order_on_release(rig: Rig) -> None:
     assert [(await rig.receive())[0] for _ in range(3)] == [start, start + 1, start + 2]
 
 
-async def test_a_restart_begins_at_zero_on_the_same_ports_with_an_empty_cache(rig: Rig) -> None:
+async def test_a_restart_begins_at_zero_on_the_same_ports_with_an_empty_cache(rig: EngineRig) -> None:
     await rig.ask([1] * 64)
     await rig.drain()
     ports = (rig.worker.events_endpoint, rig.worker.replay_endpoint, rig.worker.url)
@@ -233,7 +158,7 @@ async def test_a_restart_begins_at_zero_on_the_same_ports_with_an_empty_cache(ri
     assert (await rig.replay(0))[0][0].seq == 0
 
 
-async def test_clearing_the_cache_with_and_without_an_event(rig: Rig) -> None:
+async def test_clearing_the_cache_with_and_without_an_event(rig: EngineRig) -> None:
     await rig.http.post("/sim/fault", json={"kind": "clear"})
     assert [type(event) for event in (await rig.receive())[1]] == [kv.Cleared]
     await rig.ask([1] * 64)
@@ -243,7 +168,7 @@ async def test_clearing_the_cache_with_and_without_an_event(rig: Rig) -> None:
     assert [type(event) for event in (await rig.receive())[1]] == [kv.Stored]
 
 
-async def test_a_reset_is_told_with_the_next_step(rig: Rig) -> None:
+async def test_a_reset_is_told_with_the_next_step(rig: EngineRig) -> None:
     await rig.http.post("/reset_prefix_cache")
     assert not await rig.sub.poll(50)
     await rig.ask([1] * 64)

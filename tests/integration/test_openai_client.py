@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.rig import Rig, rig
+from gateway.sim.releases import Dialect
+from tests.integration.rig import Rig, fast, rig
 
 TOOLS: list[Any] = [
     {
@@ -24,9 +25,9 @@ TOOLS: list[Any] = [
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the weather?"}]
 
 
-@pytest.fixture
-async def r() -> AsyncIterator[Rig]:
-    async with rig(2) as running:
+@pytest.fixture(params=list(Dialect))
+async def r(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with rig(2, engine=fast(dialect=request.param)) as running:
         yield running
 
 

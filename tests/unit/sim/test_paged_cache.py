@@ -51,7 +51,7 @@ def test_reserved_blocks_count_as_used_until_named_or_released() -> None:
     cache = PagedCache(4)
     claim, _ = cache.claim([1], 3)
     assert cache.in_use == 4
-    assert cache.name(claim, 2)
+    assert cache.extend(claim, 2) == [1]
     assert (cache.in_use, cache.resident) == (4, 2)
     cache.release(claim)
     assert (cache.in_use, held(cache, [1, 2])) == (0, [True, True])
@@ -61,7 +61,7 @@ def test_naming_a_block_that_is_there_already_gives_the_room_back() -> None:
     cache = PagedCache(4)
     cache.release(cache.claim([1, 2], 0)[0])
     claim, _ = cache.claim([1], 1)
-    assert not cache.name(claim, 2)
+    assert cache.extend(claim, 2) == []
     assert cache.in_use == 2
 
 
@@ -70,7 +70,7 @@ def test_uncomputed_blocks_are_dropped_unless_another_holds_them() -> None:
     cache.release(cache.claim([1], 0)[0])
     claim, _ = cache.claim([1, 2, 3], 1)
     assert claim.fresh == [1, 2]
-    assert sorted(cache.release(claim, uncomputed=True)) == [2, 3]
+    assert sorted(cache.release(claim, uncomputed=True).dropped) == [2, 3]
     assert held(cache, [1, 2, 3]) == [True, False, False]
     assert cache.in_use == 0
 

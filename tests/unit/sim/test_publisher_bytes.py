@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gateway.kv import events as kv
-from gateway.sim.publisher import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, Event, encode_batch
+from gateway.sim.event_bytes import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, Event, encode_batch
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sim" / "vllm_0.32.0.json"
 PAYLOADS = [bytes.fromhex(frames[2]) for frames in json.loads(GOLDEN.read_text())["batches"]]
