@@ -34,10 +34,7 @@ async def _serve(settings: EngineSettings) -> None:
         loop.add_signal_handler(number, ended.set)
     worker = SimulatedWorker(settings, wall_clock=time.time)  # noqa: TID251  the clock of this process
     await worker.start()
-    typer.echo(
-        f"simulated {settings.dialect} {settings.said_version()} worker of {settings.model} at {worker.url}", err=True
-    )
-    typer.echo(f"KV events at {worker.events_endpoint}", err=True)
+    typer.echo(f"simulated {settings.dialect} worker at {worker.url}, KV events at {worker.events_endpoint}", err=True)
     typer.echo(f"next: kvgate serve --worker {worker.url}", err=True)
     try:
         await ended.wait()
