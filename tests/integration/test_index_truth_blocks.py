@@ -13,7 +13,7 @@ import pytest
 
 from gateway.kv.index import DEFAULT_ORPHAN_LIMIT
 from gateway.records import Tier
-from gateway.sim.publisher import Encoding
+from gateway.sim.event_bytes import Encoding
 from gateway.sim.server import EngineSettings
 from tests.integration.rig import fast, rig, until
 from tests.integration.truth import (
