@@ -15,9 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from benchmarks import decision, index, prefix, relay, request, scoring
+from benchmarks import decision, index, prefix, radix_peer, relay, request, scoring
 from gateway.runtime.garbage import tune_garbage_collection
 
 TRACES = Path(__file__).parent.parent / "tests" / "golden" / "traces"
@@ -48,18 +50,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Figures of kvgate beside nginx.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: an idea in a minute instead of five")
     parser.add_argument(
-        "--only", action="append", choices=("relay", "request", "prefix", "index", "decision", "scoring")
+        "--only", action="append", choices=("relay", "request", "prefix", "index", "lookup", "decision", "scoring")
+    )
+    parser.add_argument(
+        "--dynamo-python", type=Path, help="Python of an environment with ai-dynamo-runtime: its radix tree beside ours"
     )
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder with trace files")
     parser.add_argument("--out", type=Path, default=Path("bench-results/latest.json"))
     args = parser.parse_args()
     rounds = 2 if args.quick else 5
     available = tuple(name for name, case in scoring.CASES.items() if (args.traces / case.file).exists())
+    peer = cache(lambda: radix_peer.ask(args.dynamo_python))  # one run of it for both parts that show it
     parts: dict[str, Callable[[], Mapping[str, object]]] = {
         "relay": lambda: asdict(relay.measure(rounds=rounds)),
         "request": lambda: request.measure(rounds=rounds),
         "prefix": prefix.measure,
-        "index": index.run,
+        "index": lambda: index.run(peer=peer()),
+        "lookup": lambda: index.lookups(peer=peer()),
         "decision": lambda: decision.measure_decisions(rounds=500 if args.quick else 2000),
         "scoring": lambda: scoring.measure_scoring(args.traces, names=available[:1] if args.quick else available),
     }
@@ -80,10 +87,20 @@ def main() -> int:
             continue
         results[name] = figures
         _say(_table(figures))
+        if name == "lookup":
+            _say(_beside(peer()))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
     _say(f"\nwritten to {args.out}")
     return 1 if failed else 0
+
+
+def _beside(peer: Mapping[str, Any] | None) -> str:
+    if peer is not None:
+        return f"beside: the radix tree of ai-dynamo-runtime {peer['version']}"
+    return (
+        f"ai-dynamo-runtime: not installed; `{radix_peer.HOW_TO_INSTALL}`, then --dynamo-python /tmp/dynamo/bin/python"
+    )
 
 
 def _table(figures: Mapping[str, object]) -> str:
