@@ -148,9 +148,9 @@ def findings_page() -> str:
     lines = [
         "# Findings",
         NOTE,
-        "What of a worker's set-up is wrong or could be better, as shown by `/admin/workers` of the admin port and in",
-        "the log. A code keeps its meaning. Severity `error`: the worker is not used well at all; `warning`: it costs",
-        "cache hits or detail; `info`: nothing now.",
+        "What of a worker's set-up is wrong or could be better, as shown by `kvgate doctor`, by `/admin/workers` and",
+        "in the log. A code keeps its meaning. Severity `error`: the worker is not used well at all;",
+        "`warning`: it costs cache hits or detail; `info`: nothing now.",
         "",
         "| code | severity | meaning | fix |",
         "|---|---|---|---|",

@@ -48,7 +48,7 @@ NEEDS_KEY = Kind(
     Severity.ERROR,
     "needs_key",
     "The worker wants an API key that kvgate does not have: it cannot be probed, and clients must send the key.",
-    "the worker refuses requests without its API key",
+    "requests are answered with {status}: the worker wants {key}",
     "set api_key of this worker",
 )
 UNFINISHED = Kind(

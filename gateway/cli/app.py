@@ -145,6 +145,74 @@ def _read(path: Path) -> bytes:
 
 
 @app.command()
+def doctor(
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker",
+            "-w",
+            help="Base URL of a worker to check; repeat it for more. Without it: `workers` of --config.",
+        ),
+    ] = None,
+    admin: Annotated[
+        str | None,
+        typer.Option(
+            help="Admin address of a running gateway, such as http://127.0.0.1:8001: its workers are checked, and what "
+            "it has seen of them (zero matches, misses, trust, feeds).",
+        ),
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Admin token of the gateway.", show_default="auth.admin_token of the settings")
+    ] = None,
+    tokenizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tokenizer",
+            "-t",
+            metavar="[MODEL=]DIR",
+            help="Tokenizer directory to compare with the workers', as for `kvgate serve`.",
+        ),
+    ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Send each worker three test prompts of some hundred random token ids and max_tokens 1. Without them "
+            "nothing is said about hits, about events that really arrive, about salts and about seeds.",
+        ),
+    ] = True,
+    timeout: Annotated[
+        float,
+        typer.Option(min=1, max=600, help="Seconds for everything asked of a worker; all are asked side by side."),
+    ] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Check a running fleet: can kvgate use the workers' caches, and if not, what is to be changed.
+
+    Checked: KV events on, bound and reachable (the ZeroMQ handshake is made), replay, block size, tokenizer and chat
+    template, hits reported, hits happening, cache salts, hash seeds, clocks, metrics, engine releases. One line a
+    finding: severity, worker, what, and the engine's flag or kvgate's key that mends it. All findings:
+    docs/reference/findings.md.
+
+    The test prompts are the default because most faults show only when a prompt runs; they cost a worker a few
+    milliseconds and some blocks of its cache.
+
+    Exit code: 0 nothing or only info, 1 warnings, 2 errors (a worker that does not answer is one) or wrong usage.
+
+    kvgate doctor --worker http://10.0.0.1:8000 --tokenizer /models/llama
+    kvgate doctor --config kvgate.yaml
+    kvgate doctor --admin http://127.0.0.1:8001 --token SECRET
+    """
+    from gateway.cli.doctor import Asked, run
+
+    overrides: dict[str, Any] = {"workers": [{"url": url} for url in worker]} if worker else {}
+    settings = settings_or_exit(config, overrides)
+    asked = Asked(admin=admin, token=token, tokenizers=tokenizer or [], probe=probe, timeout_s=timeout, as_json=as_json)
+    raise typer.Exit(run(settings, asked))
+
+
+@app.command()
 def engine(
     port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port; 0 takes a free one.")] = 9001,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",

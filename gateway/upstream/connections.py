@@ -18,6 +18,7 @@ from gateway.errors import WorkerUnreachable
 from gateway.records import WorkerSpec
 from gateway.upstream.connection import Connection
 from gateway.upstream.deadlines import Deadlines
+from gateway.upstream.ranks import RANK_HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class WorkerConnections:
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.credentials = b"authorization: Bearer %b\r\n" % spec.api_key.encode() if spec.api_key else b""
         # vLLM from 0.11.1 on, SGLang from 0.5.10 on; empty for a worker that is not one rank of several.
-        self.rank_header = b"x-data-parallel-rank: %d\r\n" % spec.rank.asked if spec.rank is not None else b""
+        self.rank_header = f"{RANK_HEADER}: {spec.rank.asked}\r\n".encode() if spec.rank is not None else b""
 
     @property
     def idle(self) -> int:

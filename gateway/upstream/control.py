@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple
 
 import httpx
@@ -55,17 +55,25 @@ class ControlClient:
 
     async def get(self, url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> Answer:
         """Any answer is returned, also 4xx and 5xx. Raises ProbeFailed: no connection (`away`), deadline, too large."""
-        return await self._ask("GET", url, None, api_key, timeout_s)
+        return await self._ask("GET", url, None, api_key, timeout_s, {})
 
-    async def post(self, url: str, body: bytes, *, api_key: str | None = None) -> Answer:
-        """The same with a JSON body."""
-        return await self._ask("POST", url, body, api_key, None)
+    async def post(
+        self, url: str, body: bytes, *, api_key: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """The same with a JSON body; `headers` are sent too."""
+        return await self._ask("POST", url, body, api_key, None, headers or {})
 
     async def _ask(
-        self, method: str, url: str, body: bytes | None, api_key: str | None, timeout_s: float | None
+        self,
+        method: str,
+        url: str,
+        body: bytes | None,
+        api_key: str | None,
+        timeout_s: float | None,
+        more: Mapping[str, str],
     ) -> Answer:
         # Identity: compressing 65 KB of metrics costs the worker more than sending them.
-        headers = {"accept-encoding": "identity"}
+        headers = {"accept-encoding": "identity", **more}
         if body is not None:
             headers["content-type"] = "application/json"
         if api_key:

@@ -26,6 +26,8 @@ from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, EventSource, Finding, Rank, RankChoice, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ProbeFailed
 
+RANK_HEADER: Final = "x-data-parallel-rank"
+"""Names the rank of a request (rule 2)."""
 RANK_MARK: Final = "@"
 """Between a server's name and the number of a rank."""
 
