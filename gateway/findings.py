@@ -145,10 +145,10 @@ CLOCK_SKEW = Kind(
 HASHES_NOT_CHAINED = Kind(
     Severity.ERROR,
     "hashes_not_chained",
-    "SGLang 0.4.8 to 0.5.5 names a page by its own tokens only: equal pages at different positions look the same, so "
-    "its events do not say which prefixes it holds.",
+    "SGLang up to 0.5.5 names a page by its own tokens only: equal pages at different positions look the same, so its "
+    "events do not say which prefixes it holds. They are not used; the worker is learned from routing.",
     "SGLang {version} announces pages by names that do not depend on what stands before them",
-    "upgrade SGLang to 0.5.6 or newer, or set kv_events: off for this worker",
+    "upgrade SGLang to 0.5.6 or newer",
 )
 SALT_HIDDEN = Kind(
     Severity.INFO,

@@ -314,6 +314,7 @@ def demo(
         float, typer.Option(min=1, max=3600, help="Seconds during which conversations are held.")
     ] = 40.0,
     engines: Annotated[int, typer.Option(min=1, max=16, help="Simulated engines behind each gateway.")] = 4,
+    dialect: Annotated[str, typer.Option(help="What the engines are: vllm, sglang, or mixed (both in turn).")] = "vllm",
     seed: Annotated[int, typer.Option(help="Another number gives other conversations.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the figures, as one JSON object.")] = False,
 ) -> None:
@@ -324,5 +325,7 @@ def demo(
     to first token.
     """
     from gateway.cli.demo import run
+    from gateway.sim.releases import Dialect
 
-    raise typer.Exit(run(duration_s=duration, engines=engines, seed=seed, as_json=as_json))
+    dialects = tuple(Dialect) if dialect == "mixed" else (_choice("dialect", dialect, Dialect),)
+    raise typer.Exit(run(duration_s=duration, engines=engines, dialects=dialects, seed=seed, as_json=as_json))

@@ -17,18 +17,21 @@ from gateway.config import ModelSettings, RoutingSettings, ServerSettings, Setti
 from gateway.runtime import Gateway
 from gateway.sim.demo import DemoGatewayConfig, DemoSettings, GatewayCounters, GatewayHandle, PolicyScore, run_demo
 from gateway.sim.demo_view import print_summary, showing
+from gateway.sim.releases import Dialect
 from gateway.telemetry import set_up_logging
 
 _READY_WITHIN_S = 30.0
 
 
-def run(*, duration_s: float, engines: int, seed: int, as_json: bool) -> int:
+def run(*, duration_s: float, engines: int, dialects: tuple[Dialect, ...], seed: int, as_json: bool) -> int:
     """The whole demo; the exit code: 0, 1 when a request failed."""
     console = Console(stderr=as_json, highlight=False)
-    settings = DemoSettings(duration_s=duration_s, engines=engines, seed=seed)
+    settings = DemoSettings(duration_s=duration_s, engines=engines, dialects=dialects, seed=seed)
     if not as_json:
+        kinds = " and ".join(dialects)
         console.print(
-            f"{engines} simulated engines behind each gateway, the same conversations to both for {duration_s:g} s.",
+            f"{engines} simulated {kinds} engines behind each gateway, "
+            f"the same conversations to both for {duration_s:g} s.",
         )
     # Only what went wrong: the table has the screen.
     set_up_logging(form="console", level="error", stream=sys.stderr.buffer, wall=time.time)  # noqa: TID251

@@ -18,11 +18,12 @@ The decoder keeps no state: what a cache group is, which parent is known and wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway.records import EngineHash, Tier
+from gateway.records import EngineHash, EngineKind, Tier
 
 _STORED_FIELDS: Final = (
     "block_hashes",
@@ -134,6 +135,16 @@ class Message(NamedTuple):
 
     seq: int
     payload: bytes
+
+
+def names_prefixes(engine: EngineKind, release: Sequence[int]) -> bool:
+    """Whether this release's name of a block stands for everything before it too, as the index needs it.
+
+    SGLang up to 0.5.5 names a page (up to 0.4.7 a tree node) by its own tokens: equal ones at different positions are
+    one, and from 0.5.1 on a page in mid-sequence may come without its parent. Placed by such names, blocks would stand
+    behind prefixes they never had.
+    """
+    return engine is not EngineKind.SGLANG or tuple(release) >= (0, 5, 6)
 
 
 def parse_live(frames: list[bytes]) -> Message:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from gateway.sim.server import EngineSettings, SimulatedWorker, Speech
+from gateway.sim.server import Dialect, EngineSettings, SimulatedWorker, Speech
 from gateway.sim.workload import ChatDriver, TurnResult, WorkloadSettings, plan
 
 
@@ -65,10 +65,12 @@ StartGateway = Callable[[DemoGatewayConfig], AbstractAsyncContextManager[Gateway
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
     """`duration_s` is the time requests are sent; the run ends when the last of them is answered. Requests sent in
-    the first `warm_up_share` of it, while every cache is empty, are not in the figures (their errors are)."""
+    the first `warm_up_share` of it, while every cache is empty, are not in the figures (their errors are). Engines take
+    the `dialects` in turn."""
 
     duration_s: float = 40.0
     engines: int = 4
+    dialects: tuple[Dialect, ...] = (Dialect.VLLM,)
     policies: tuple[str, ...] = ("seconds", "round_robin")
     seed: int = 1
     warm_up_share: float = 0.3
@@ -224,7 +226,10 @@ async def _side(
     engine = EngineSettings(preset="demo", tokens_per_event=4)
     workers: list[DemoWorker] = []
     for number in range(1, settings.engines + 1):
-        worker = SimulatedWorker(replace(engine, name=f"w{number}"), wall_clock=wall_clock, speech=speech)
+        dialect = settings.dialects[(number - 1) % len(settings.dialects)]
+        worker = SimulatedWorker(
+            replace(engine, name=f"w{number}", dialect=dialect), wall_clock=wall_clock, speech=speech
+        )
         await worker.start()
         stack.push_async_callback(worker.stop)
         workers.append(DemoWorker(worker.settings.name, worker.url))

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway import findings as table
+from gateway.kv.events import names_prefixes
 from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, Finding, WorkerFacts, WorkerSpec
 from gateway.upstream.control import Answer, ControlClient, ProbeFailed
@@ -119,6 +120,8 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
     routing = routes_ranks(spec, engine, version, ranks, findings)
     if events:
         findings += _release_findings(engine, version, adapters=bool(adapters))
+        if table.HASHES_NOT_CHAINED.code in {finding.code for finding in findings}:
+            events = ()  # what they say would be matched to the wrong prefixes
     facts = WorkerFacts(
         engine=engine,
         version=version,
@@ -359,8 +362,8 @@ def _release_findings(engine: EngineKind, version: str, *, adapters: bool) -> li
         return []
     findings: list[Finding] = []
     sglang = engine is EngineKind.SGLANG
-    if sglang and (0, 4, 8) <= release <= (0, 5, 5):
-        findings.append(table.HASHES_NOT_CHAINED.found(version=version))
+    if not names_prefixes(engine, release):
+        return [table.HASHES_NOT_CHAINED.found(version=version)]
     if release < ((0, 5, 18) if sglang else (0, 17, 0)):
         findings.append(table.SALT_HIDDEN.found(engine, release=f"{engine} {version}"))
     if adapters and release < ((0, 5, 23) if sglang else (0, 14, 0)):

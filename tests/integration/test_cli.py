@@ -148,7 +148,10 @@ def test_open_streams_finish_after_sigterm(tmp_path: Path) -> None:
 
 def test_demo_prints_figures(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*KVGATE, "demo", "--duration", "6", "--engines", "2", "--json"], capture_output=True, timeout=100, check=True
+        [*KVGATE, "demo", "--duration", "6", "--engines", "2", "--dialect", "mixed", "--json"],
+        capture_output=True,
+        timeout=100,
+        check=True,
     )
     figures = json.loads(done.stdout)
     assert list(figures) == ["seconds", "round_robin"]
