@@ -15,8 +15,8 @@ from typing import NamedTuple
 from gateway import findings
 from gateway.kv import KvIndex, Speculation
 from gateway.pool import Worker
+from gateway.pool.evidence import Check
 from gateway.pool.misses import Forgone, Later, Prediction, Verdict, forgone, judge, missed
-from gateway.pool.trust import Check
 from gateway.records import Decision, MissCause, PrefixBlocks, PrefixMode, TrustState
 
 _OTHER_BLOCKS = frozenset(

@@ -198,6 +198,12 @@ class RoutingSettings(_Section):
 class IndexSettings(_Section):
     """What is known of the workers' caches."""
 
+    route_miss_threshold: float = Field(
+        0.05,
+        gt=0,
+        lt=1,
+        description="Share of a worker's predicted hits that may be missed; above it its refresh is tightened.",
+    )
     approximate_ttl_s: Seconds = Field(
         600, description="How long a block learned from routing (a worker without events) counts without being used."
     )

@@ -325,6 +325,15 @@ TEMPLATE_DIFFERS = Kind(
     "give kvgate the chat template that the worker uses (models[].chat_template)",
 )
 
+IDENTITY = Kind(
+    Severity.ERROR,
+    "identity",
+    "What the worker announces and what it reports as cached do not belong together: its blocks are not those of the "
+    "requests, so its hits are not found, or are predicted and do not come. Seen in answers, after eight in a row.",
+    "model {model}: {what}, in {requests} requests one after another",
+    "see the other findings of the worker; else compare tokenizer, chat template, block size and adapters with its own",
+)
+
 TOKENS_UNCHECKED = Kind(
     Severity.INFO,
     "tokens_unchecked",
@@ -424,6 +433,7 @@ KINDS: tuple[Kind, ...] = (
     NO_CHAT_TEMPLATE,
     TOKENIZER_DIFFERS,
     TEMPLATE_DIFFERS,
+    IDENTITY,
     TOKENS_UNCHECKED,
     GATEWAY_UNREACHABLE,
     NOT_JOINED,

@@ -12,7 +12,9 @@ from typing import Literal
 from pydantic import BaseModel
 
 from gateway.pool import Pool, Sessions, Worker
-from gateway.records import Decision, EventSource, Finding, LoadSample, Outcome, Severity
+from gateway.pool.misses import Forgone, forgone
+from gateway.pool.trust import Trust
+from gateway.records import Decision, EventSource, Finding, LoadSample, MissCause, Outcome, Severity, TrustState
 from gateway.router import Recent
 from gateway.telemetry import FeedReading, IndexReading, WorkerReading
 
@@ -94,6 +96,35 @@ class FindingAnswer(BaseModel):
         return cls(severity=finding.severity, code=finding.code, message=finding.message, fix=finding.fix)
 
 
+class TrustAnswer(BaseModel):
+    """What the factor `trust` is made of: the state and that of the feeds alone, whether requests contradict the
+    index, checked predictions of the last minutes and those missed (`miss_rate` is null while there are too few),
+    whether the refresh is tightened, and how often the index was learned anew."""
+
+    state: TrustState
+    feed: TrustState
+    contradicted: bool
+    predictions: int
+    misses: int
+    miss_rate: float | None
+    tightened: bool
+    relearned: int
+
+    @classmethod
+    def of(cls, trust: Trust) -> TrustAnswer:
+        """Trust now."""
+        return cls(
+            state=trust.state,
+            feed=trust.feed,
+            contradicted=trust.contradicted,
+            predictions=trust.predictions,
+            misses=trust.misses,
+            miss_rate=trust.miss_rate,
+            tightened=trust.tightened,
+            relearned=trust.remedies,
+        )
+
+
 class WorkerAnswer(BaseModel):
     """One worker: what it is, what it does, what is known of its cache (`index_from` says from where).
     `findings` say what to improve, and how.
@@ -129,6 +160,7 @@ class WorkerAnswer(BaseModel):
     load: LoadAnswer | None
     polls_failed: int
     trust: float
+    index_trust: TrustAnswer
     slowdown: float
     index_from: Literal["events", "routing"]
     index_blocks: dict[str, int]
@@ -171,11 +203,12 @@ class WorkerAnswer(BaseModel):
             load=load,
             polls_failed=reading.polls_failed if reading is not None else 0,
             trust=worker.trust,
+            index_trust=TrustAnswer.of(worker.belief),
             slowdown=worker.slowdown,
             index_from="events" if reading is not None and reading.announces else "routing",
             index_blocks={tier.value: blocks for tier, blocks in reading.blocks.items()} if reading is not None else {},
             feed=FeedAnswer.of(feed) if feed is not None else None,
-            findings=[FindingAnswer.of(finding) for finding in facts.findings],
+            findings=[FindingAnswer.of(finding) for finding in worker.findings],
         )
 
 
@@ -308,6 +341,7 @@ class OutcomeAnswer(BaseModel):
     status: int
     delivered_tokens: int | None
     missed_tokens: int
+    miss_cause: MissCause | None
     completion_tokens: int | None
     ttft_s: float | None
     duration_s: float
@@ -322,6 +356,7 @@ class OutcomeAnswer(BaseModel):
             status=outcome.status,
             delivered_tokens=outcome.delivered_tokens,
             missed_tokens=outcome.missed_tokens,
+            miss_cause=outcome.miss_cause,
             completion_tokens=outcome.completion_tokens,
             ttft_s=outcome.ttft_s,
             duration_s=outcome.ended_at - outcome.started_at,
@@ -331,7 +366,8 @@ class OutcomeAnswer(BaseModel):
 
 
 class DecisionAnswer(BaseModel):
-    """Why a request goes where it goes: every candidate's terms, the chosen worker first, then by cost."""
+    """Why a request goes where it goes: every candidate's terms, the chosen worker first, then by cost.
+    `forgone_tokens` is available less predicted, `forgone_for` what they were given up for."""
 
     request_id: str
     model: str
@@ -340,6 +376,8 @@ class DecisionAnswer(BaseModel):
     worker: str
     predicted_tokens: int
     available_tokens: int
+    forgone_tokens: int
+    forgone_for: Forgone | None
     prompt_tokens: int
     block_size: int
     mode: Literal["exact", "engine", "approximate", "none"]
@@ -364,6 +402,8 @@ class DecisionAnswer(BaseModel):
             worker=decision.worker,
             predicted_tokens=decision.predicted_tokens,
             available_tokens=decision.available_tokens,
+            forgone_tokens=decision.available_tokens - decision.predicted_tokens,
+            forgone_for=forgone(decision),
             prompt_tokens=decision.prompt_tokens,
             block_size=decision.block_size,
             mode=decision.mode.value,

@@ -26,22 +26,16 @@ No clock: `now` is an argument, in seconds. It changes nothing but itself: `reme
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from gateway.records import MissCause, TrustState
+from gateway.pool.evidence import LEAST_PREDICTIONS, Check, Strangers, Window
+from gateway.records import Finding, TrustState
 
 FLOOR: Final = 0.05
 """Credit that is always left: between a worker that claims a prefix and one that does not, the first is tried."""
 
 MISS_THRESHOLD: Final = 0.05
 """Route-miss rate above which a worker's refresh is tightened, by default."""
-
-WINDOW: Final = 200
-WINDOW_S: Final = 300.0
-LEAST_PREDICTIONS: Final = 20
-"""Predictions below which there is no rate: at a true rate of 2 %, one such window in twenty shows two misses."""
 
 LEAST_TIGHT_S: Final = 30.0
 
@@ -56,15 +50,6 @@ _REMEDY_GROWTH: Final = 4.0
 _REMEDY_REST_MAX_S: Final = 3840.0
 """An index is learned anew at most once in this time; the rest grows with each try that did not help. An engine keeps
 some minutes of events, so what it replays may be less than what was known."""
-
-IDENTITY_RUN: Final = 8
-"""Requests in a row that must speak of an identity problem: chance does not give eight, and a fleet finds out within
-twenty requests."""
-
-_GRACE_S: Final = 600.0
-"""After an index was emptied, hits nobody predicted are what is to be expected for this long."""
-
-_MAX_MODELS: Final = 256
 
 _WRONG_DELIVERS: Final = 0.05
 """Share of predictions that are delivered although the index is wrong: a common first block, a second copy."""
@@ -111,85 +96,6 @@ class Remedy(NamedTuple):
     since: float | None
 
 
-class Check(NamedTuple):
-    """One finished request, as far as it tests the index. All in tokens.
-
-    `announced` is the part of the prediction that the worker's events had announced, `predicted` the whole of it.
-    `cause` is that of a miss of this worker's own prediction, None for a hit. `doubts` says that the miss speaks
-    against the events. `relearned`: the index was emptied since the decision, so what was predicted tests nothing.
-    """
-
-    model: str
-    predicted: int
-    announced: int
-    delivered: int
-    block_size: int
-    decided_at: float
-    cause: MissCause | None = None
-    doubts: bool = False
-    relearned: bool = False
-
-
-@dataclass(slots=True)
-class _Runs:
-    """Requests of one model that came one after another (each was decided when the one before had ended) and delivered
-    nothing of what was announced, or something never announced."""
-
-    nothing: int = 0
-    unannounced: int = 0
-    counted_at: float = -math.inf
-
-    @property
-    def wrong(self) -> bool:
-        return max(self.nothing, self.unannounced) >= IDENTITY_RUN
-
-
-class _Window:
-    """The last checked predictions: how many, how many missed, and of those that speak against the events (`against`)
-    the shares that were not delivered, summed up (`lost`)."""
-
-    __slots__ = ("_entries", "against", "lost", "missed")
-
-    def __init__(self) -> None:
-        self._entries: deque[tuple[float, bool, float]] = deque()
-        self.missed = self.against = 0
-        self.lost = 0.0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, now: float, *, missed: bool, lost: float) -> None:
-        self._entries.append((now, missed, lost))
-        if missed:
-            self.missed += 1
-        if lost:
-            self.against += 1
-            self.lost += lost
-        if len(self._entries) > WINDOW:
-            self._drop()
-
-    def expire(self, now: float) -> None:
-        while self._entries and self._entries[0][0] <= now - WINDOW_S:
-            self._drop()
-
-    def absolve(self) -> None:
-        """The index was learned anew: what spoke against the one before says nothing of this one."""
-        self._entries = deque((at, missed, 0.0) for at, missed, _ in self._entries)
-        self.against, self.lost = 0, 0.0
-
-    def earliest_against(self) -> float | None:
-        """When the first request ended that speaks against the events."""
-        return next((at for at, _, lost in self._entries if lost), None)
-
-    def _drop(self) -> None:
-        _, missed, lost = self._entries.popleft()
-        if missed:
-            self.missed -= 1
-        if lost:
-            self.against -= 1
-            self.lost = self.lost - lost if self.against else 0.0
-
-
 class Trust:
     """One worker's. `factor` multiplies its overlaps, `state` is the word for it, `tightened` says that its refresh is.
 
@@ -198,15 +104,14 @@ class Trust:
 
     __slots__ = (
         "_at",
-        "_emptied_at",
         "_hit_since",
         "_lapses",
-        "_models",
         "_odds",
         "_remedied",
         "_remedy_at",
         "_remedy_rest_s",
         "_share",
+        "_strangers",
         "_sure",
         "_tight_since",
         "_window",
@@ -214,6 +119,7 @@ class Trust:
         "doubted_since",
         "factor",
         "feed",
+        "remedies",
         "threshold",
         "tightened",
     )
@@ -227,6 +133,8 @@ class Trust:
         self.tightened = False
         self.doubted_since: float | None = None
         """When the first of the requests was decided that nothing was delivered to since; None after a hit."""
+        self.remedies = 0
+        """Times the index was to be learned anew."""
         self._odds = _log_odds(_PRIORS[self.feed].right)
         self._share = _UNKNOWN_SHARE
         self._sure = True
@@ -234,10 +142,9 @@ class Trust:
         self._at = 0.0
         self._lapses = 0
         self._hit_since = True
-        self._window = _Window()
+        self._window = Window()
         self._tight_since = 0.0
-        self._models: dict[str, _Runs] = {}
-        self._emptied_at = -math.inf
+        self._strangers = Strangers()
         self._remedied = 0
         self._remedy_at = -math.inf
         self._remedy_rest_s = REMEDY_REST_S
@@ -268,13 +175,11 @@ class Trust:
 
     def identity(self, model: str) -> bool:
         """Whether the worker's blocks are not those of this model's requests (rule 5)."""
-        runs = self._models.get(model)
-        return runs is not None and runs.wrong
+        return self._strangers.wrong(model)
 
-    def strangers(self) -> list[tuple[str, bool]]:
-        """Models with an identity problem; True where nothing announced is delivered, False where what is delivered
-        was never announced."""
-        return [(model, runs.nothing >= IDENTITY_RUN) for model, runs in self._models.items() if runs.wrong]
+    def findings(self) -> tuple[Finding, ...]:
+        """The identity problems there are now, by model."""
+        return self._strangers.findings()
 
     # ------------------------------------------------------------------ evidence
 
@@ -309,7 +214,7 @@ class Trust:
         if check.announced > check.block_size and not check.relearned and (against or not missed):
             self._weigh(check, share)
         if not check.relearned and self.feed is TrustState.TRUSTED:
-            self._compare(check, now, against=against)
+            self._strangers.observe(check, now, against=against)
         self._refit(now)
 
     def tick(self, now: float) -> None:
@@ -323,7 +228,7 @@ class Trust:
         What a contradicted worker announced before the doubts began is wrong as a whole, and its history would only
         say the same again. Where single predictions fail, the first try is the whole history.
         """
-        if self.feed in (TrustState.BLIND, TrustState.CATCHING_UP) or any(runs.wrong for runs in self._models.values()):
+        if self.feed in (TrustState.BLIND, TrustState.CATCHING_UP) or self._strangers:
             return None
         window = self._window
         often = len(window) >= LEAST_PREDICTIONS and window.against > self.threshold * len(window)
@@ -333,13 +238,14 @@ class Trust:
         if self._remedied:
             self._remedy_rest_s = min(self._remedy_rest_s * _REMEDY_GROWTH, _REMEDY_REST_MAX_S)
         self._remedied += 1
+        self.remedies += 1
         self._remedy_at = now
         since = self.doubted_since if self.doubted_since is not None else window.earliest_against()
         window.absolve()
         self.doubted_since = None
         if not doubted and self._remedied == 1:
             return Remedy(None)
-        self._emptied_at = now
+        self._strangers.emptied_at = now
         return Remedy(since)
 
     # ------------------------------------------------------------------ inside
@@ -366,29 +272,7 @@ class Trust:
             self._hit_since = True
             self.doubted_since = None
         if not check.relearned:
-            self._compare(check, now, against=False)
-
-    def _compare(self, check: Check, now: float, *, against: bool) -> None:
-        """Counts towards an identity problem (rule 5)."""
-        size = check.block_size
-        nothing = against and check.delivered < size and check.announced > size
-        unannounced = check.delivered > check.predicted + size and now - self._emptied_at > _GRACE_S
-        shown = min(check.announced, check.delivered) >= size and not unannounced
-        if not (nothing or unannounced or shown):
-            return
-        runs = self._models.get(check.model)
-        if shown:
-            if runs is not None:
-                runs.nothing = runs.unannounced = 0
-            return
-        if runs is None:
-            if len(self._models) >= _MAX_MODELS:
-                del self._models[next(iter(self._models))]
-            runs = self._models[check.model] = _Runs()
-        if check.decided_at >= runs.counted_at:
-            runs.counted_at = now
-            runs.nothing += nothing
-            runs.unannounced += unannounced
+            self._strangers.observe(check, now, against=False)
 
     def _pass(self, now: float) -> None:
         """Rule 3: P fades towards the feed's prior, the delivered share towards the unknown."""

@@ -26,9 +26,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gateway.pool.evidence import Check
 from gateway.pool.rates import PoolRates, Slowdown
-from gateway.pool.trust import Check, Trust
-from gateway.records import LoadSample, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
+from gateway.pool.trust import Trust
+from gateway.records import Finding, LoadSample, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
 
 STALE_S = 5.0
 """Age at which a load sample is forgotten, by default: five polls at the default period."""
@@ -278,6 +279,11 @@ class Worker:
             self.slowdown = self.speed.value
 
     # ---------------------------------------------------------------- how far its index is believed
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What probing and requests have found about it."""
+        return self.facts.findings + self.belief.findings()
 
     def check(self, check: Check, now: float) -> None:
         """A request has ended that tests what the index says of this worker."""

@@ -38,6 +38,7 @@ from gateway.records import Outcome, WorkerId
 from gateway.router import Router, RouterSettings
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
+from gateway.runtime.refresh import Refresh
 from gateway.runtime.supervisor import Supervisor
 from gateway.telemetry import Exposition, RequestLog, RequestMetrics
 from gateway.upstream.connections import Timeouts
@@ -89,6 +90,7 @@ class Gateway:
         self.fleet = Fleet(
             block_sizes={name: m.block_size for m in settings.models for name in (m.name, *m.aliases) if m.block_size},
             stale_s=max(STALE_S, _STALE_POLLS * settings.load.poll_s),
+            miss_threshold=settings.index.route_miss_threshold,
         )
         self.index = KvIndex(
             approximate=ApproximateSettings(
@@ -120,6 +122,7 @@ class Gateway:
         self.metrics = RequestMetrics(self.fleet.pools.__contains__, is_worker=self.fleet.workers.__contains__)
         self.ports: Ports | None = None
         self.membership: Membership
+        self.refresh: Refresh
         self.edge: Edge
 
     async def start(self) -> Ports:
@@ -156,6 +159,7 @@ class Gateway:
             on_left=self._forget,
             settings=MembershipSettings(poll_s=settings.load.poll_s),
         )
+        self.refresh = Refresh(self.fleet, self.membership)
         self.edge = Edge(
             router=self.router,
             hashers=self.tokenizers.find,
@@ -241,11 +245,13 @@ class Gateway:
         self._look(outcome)
         self.membership.answered(outcome)
         self.metrics.record(outcome)
+        self.refresh.record(outcome, self.clock())
         if self._requests_log is not None:
             self._requests_log.record(outcome)
 
     def _forget(self, worker: WorkerId) -> None:
         self.upstream.forget(worker)
+        self.refresh.forget(worker)
         self.metrics.forget(worker)
 
     async def _flush_log(self, log: RequestLog) -> None:
@@ -257,7 +263,9 @@ class Gateway:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRE_EVERY_S)
-            self.router.expire(self.clock())
+            now = self.clock()
+            self.router.expire(now)
+            self.refresh.tick(now)
 
     def _admin_views(self) -> AdminViews:
         settings = self.settings

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from gateway.records import TrustState
 from gateway.telemetry import metrics as m
 from gateway.telemetry.metrics import MetricSpec
 from gateway.telemetry.readings import FeedReading, Readings, WorkerReading
@@ -73,6 +74,11 @@ def _write_workers(page: _Page, workers: Sequence[WorkerReading]) -> None:
     page.family(m.WORKER_WAITING_REQUESTS, [((w.worker,), w.waiting_requests) for w in workers])
     page.family(m.WORKER_KV_USAGE, [((w.worker,), w.kv_usage) for w in workers])
     page.family(m.WORKER_TRUST, [((w.worker,), w.trust) for w in workers])
+    believed = [(w, w.trust_state) for w in workers if w.trust_state is not None]
+    page.family(m.WORKER_TRUST_STATE, [((w.worker, s), int(s is state)) for w, state in believed for s in TrustState])
+    page.family(m.WORKER_REFRESH_TIGHTENED, [((w.worker,), int(w.tightened)) for w, _ in believed])
+    page.family(m.INDEX_RELEARNED, [((w.worker,), w.relearned) for w, _ in believed])
+    page.family(m.WORKER_FINDINGS, [((w.worker, code), 1) for w in workers for code in sorted(set(w.findings))])
     page.family(m.WORKER_LOAD_AGE, [((w.worker,), w.load_age_s) for w in workers])
     page.family(
         m.LOAD_POLLS,

@@ -124,6 +124,27 @@ WORKER_KV_USAGE = _spec(
     "worker_kv_usage_ratio", Kind.GAUGE, ("worker",), "Share of KV blocks held by running requests, as the worker says."
 )
 WORKER_TRUST = _spec("worker_trust", Kind.GAUGE, ("worker",), "How far the worker's index is believed, 0 to 1.")
+WORKER_TRUST_STATE = _spec(
+    "worker_trust_state",
+    Kind.GAUGE,
+    ("worker", "state"),
+    "1 for the state of the worker's index (trusted, catching_up, uncertain, blind), else 0.",
+)
+WORKER_REFRESH_TIGHTENED = _spec(
+    "worker_refresh_tightened",
+    Kind.GAUGE,
+    ("worker",),
+    "1 while the worker is polled more often because predictions fail, else 0.",
+)
+INDEX_RELEARNED = _spec(
+    "index_relearned_total",
+    Kind.COUNTER,
+    ("worker",),
+    "Times a worker's part of the index was learned anew because requests contradicted it.",
+)
+WORKER_FINDINGS = _spec(
+    "worker_findings", Kind.GAUGE, ("worker", "code"), "1 for each finding about the worker, see findings.md."
+)
 WORKER_LOAD_AGE = _spec(
     "worker_load_age_seconds", Kind.GAUGE, ("worker",), "Age of the last load sample of the worker."
 )
@@ -192,6 +213,10 @@ METRICS: tuple[MetricSpec, ...] = (
     WORKER_WAITING_REQUESTS,
     WORKER_KV_USAGE,
     WORKER_TRUST,
+    WORKER_TRUST_STATE,
+    WORKER_REFRESH_TIGHTENED,
+    INDEX_RELEARNED,
+    WORKER_FINDINGS,
     WORKER_LOAD_AGE,
     LOAD_POLLS,
     ACCOUNTING_DRIFT,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.records import Tier, WorkerId
+from gateway.records import Tier, TrustState, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,9 @@ class WorkerReading:
 
     `waiting_requests` and `kv_usage` are the worker's own words, None before its first load sample; `load_age_s` is
     the sample's age. `open_streams` counts the edge's open exchanges with the worker: leases minus these must be 0.
-    `error` is why the last probe failed, for operators. `learned_blocks` were learned from routing; `announces`: its
+    `trust_state` is None before it has joined; `tightened` says that its refresh is, `relearned` how often
+    its index was learned anew, `findings` are the codes of what was found about it. `error` is why the last probe
+    failed, for operators. `learned_blocks` were learned from routing; `announces`: its
     events tell instead what it holds of token prompts.
     """
 
@@ -34,6 +36,10 @@ class WorkerReading:
     kv_usage: float | None = None
     load_age_s: float | None = None
     trust: float | None = None
+    trust_state: TrustState | None = None
+    tightened: bool = False
+    relearned: int = 0
+    findings: tuple[str, ...] = ()
     blocks: Mapping[Tier, int] = field(default_factory=dict)
     polls_ok: int = 0
     polls_failed: int = 0

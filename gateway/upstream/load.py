@@ -23,6 +23,11 @@ from gateway.upstream.poll_line import PollLine
 COUNTER_POLLS = 15
 """SGLang: every this many polls `/metrics` is read too. Its counters only feed averages over minutes."""
 
+TIGHTENED = 4.0
+"""A tightened poll comes this many times as often, but no more often than `LEAST_POLL_S`."""
+
+LEAST_POLL_S = 0.1
+
 JITTER = 0.1
 """Share of the period by which each pause is changed, so that many workers are not asked in one burst."""
 
@@ -71,7 +76,7 @@ class LoadPoller:
         self._line = PollLine(spec.url, api_key=spec.api_key) if plain else None
         self._on_sample = on_sample
         self._random = random
-        self._poll_s = poll_s
+        self._usual_s = self._poll_s = poll_s
         self._timeout_s = timeout_s
         self._loads_missing = engine is not EngineKind.SGLANG
         self._counters: Samples = {}
@@ -86,6 +91,10 @@ class LoadPoller:
                 await asyncio.sleep(self._poll_s * self._random.uniform(1 - JITTER, 1 + JITTER))
         finally:
             self.close()
+
+    def tighten(self, on: bool) -> None:
+        """Poll more often from the next poll on, or as usual again."""
+        self._poll_s = min(self._usual_s, max(LEAST_POLL_S, self._usual_s / TIGHTENED)) if on else self._usual_s
 
     def close(self) -> None:
         """Drop the kept connection; a later poll opens one."""

@@ -17,12 +17,15 @@ from typing import Final
 
 from gateway.findings import HITS_NOT_REPORTED
 from gateway.prefix import PromptHasher
-from gateway.records import Endpoint, EventSource, Finding, Outcome, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import Endpoint, EventSource, Finding, Outcome, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
 
 _SILENT_ANSWERS: Final = 8
 """Chats that should have hit and reported nothing, before a server is said not to report."""
+
+_WORSE: Final = (TrustState.TRUSTED, TrustState.CATCHING_UP, TrustState.UNCERTAIN, TrustState.BLIND)
+"""From best to worst."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +36,13 @@ class Seat:
     slot: Slot
     block_size: int = 0
     feeds: dict[EventSource, KvFeed] = field(default_factory=dict)
+    tightened: bool = False
+    """Its refresh is, so the load of its server is polled more often."""
+
+    @property
+    def trust(self) -> TrustState:
+        """The worst state among its feeds; without any nothing is heard of its cache."""
+        return max((feed.trust for feed in self.feeds.values()), key=_WORSE.index, default=TrustState.BLIND)
 
 
 @dataclass(slots=True, eq=False)

@@ -33,7 +33,7 @@ from gateway.errors import FleetFull
 from gateway.kv import KvIndex
 from gateway.pool import Fleet, WorkerState
 from gateway.prefix import PromptHasher
-from gateway.records import EventSource, LoadSample, Outcome, Severity, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EventSource, LoadSample, Outcome, Severity, TrustState, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
 from gateway.upstream.kv_feed import KvFeed
@@ -156,6 +156,39 @@ class Membership:
             member = self.member_of(outcome.worker)
             if member is not None:
                 member.answered(outcome)
+
+    # ------------------------------------------------------------------ refresh
+
+    def feed_trust(self, worker_id: WorkerId) -> TrustState | None:
+        """How far a worker's event feeds may be believed; None when it has no seat."""
+        seat = self._seat_of(worker_id)
+        return None if seat is None else seat.trust
+
+    def tighten(self, worker_id: WorkerId, on: bool) -> None:
+        """Poll the load of a worker's server more often, or as usual again when no worker of it needs that."""
+        member, seat = self.member_of(worker_id), self._seat_of(worker_id)
+        if member is None or seat is None:
+            return
+        seat.tightened = on
+        if member.poller is not None:
+            member.poller.tighten(any(other.tightened for other in member.seats.values()))
+
+    def relearn(self, worker_id: WorkerId, since: float | None) -> None:
+        """Learn a worker's part of the index anew: from all the history that a replay brings, or, with `since` (seconds
+        on the clock of the process), from what was announced after it. Without a replay endpoint the history is what is
+        known, so it is kept unless it is doubted."""
+        seat = self._seat_of(worker_id)
+        if seat is None:
+            return
+        for source, feed in seat.feeds.items():
+            if since is not None:
+                self._index.purge(seat.slot, source.rank)
+            elif source.replay_endpoint is not None:
+                feed.resync()
+
+    def _seat_of(self, worker_id: WorkerId) -> Seat | None:
+        member = self.member_of(worker_id)
+        return None if member is None else member.seats.get(worker_id)
 
     # ------------------------------------------------------------------ one worker
 

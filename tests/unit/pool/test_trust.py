@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.pool.trust import FLOOR, HEAL_S, IDENTITY_RUN, LEAST_PREDICTIONS, Check, Remedy, Trust
+from gateway.pool.evidence import IDENTITY_RUN, LEAST_PREDICTIONS, Check
+from gateway.pool.trust import FLOOR, HEAL_S, Remedy, Trust
 from gateway.records import MissCause, TrustState
 
 SIZE = 16
@@ -249,17 +250,21 @@ def test_nothing_delivered_of_what_is_announced_is_an_identity_problem() -> None
     stand.requests(0)
     assert stand.trust.identity("m")
     assert not stand.trust.identity("another")
-    assert stand.trust.strangers() == [("m", True)]
+    (finding,) = stand.trust.findings()
+    assert finding.code == "identity"
+    assert "model m: nothing was delivered" in finding.message
     assert stand.trust.remedy(stand.now) is None, "learning it anew would change nothing"
     stand.requests(PROMPT)
     assert not stand.trust.identity("m")
+    assert stand.trust.findings() == ()
 
 
 def test_hits_that_were_never_announced_are_an_identity_problem() -> None:
     stand = Stand()
     for _ in range(IDENTITY_RUN):
         stand.one(PROMPT, predicted=0)
-    assert stand.trust.strangers() == [("m", False)]
+    (finding,) = stand.trust.findings()
+    assert "never announced" in finding.message
     assert stand.trust.factor == 1.0
 
 
@@ -286,4 +291,4 @@ def test_models_are_bounded() -> None:
         stand.one(PROMPT, predicted=0, model=f"adapter-{number}")
     for _ in range(IDENTITY_RUN):
         stand.one(PROMPT, predicted=0, model="last")
-    assert stand.trust.strangers() == [("last", False)]
+    assert len(stand.trust.findings()) == 1
