@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from gateway.records import Endpoint, MissCause, Outcome, PrefixMode, Result, StageTimes, Tier, WorkerId
+from gateway.records import Endpoint, MissCause, Outcome, PrefixMode, Result, StageTimes, Tier, TrustState, WorkerId
 from gateway.telemetry import (
     Exposition,
     FeedReading,
@@ -110,6 +110,10 @@ def full_page() -> str:
         kv_usage=0.25,
         load_age_s=0.4,
         trust=1.0,
+        trust_state=TrustState.UNCERTAIN,
+        tightened=True,
+        relearned=2,
+        findings=("identity", "no_replay"),
         blocks={Tier.GPU: 100, Tier.CPU: 7},
         learned_blocks=9,
         polls_ok=12,
