@@ -113,6 +113,7 @@ class _Choice:
     own_s: float
     output_tokens: int
     slow: int
+    overlaps: Overlaps | None
 
 
 @dataclass(slots=True)
@@ -139,10 +140,12 @@ class _Ledger:
         """Promises of prefilled requests, soonest end first (every one lives equally long)."""
         self.open = 0
 
-    def book(self, worker: Worker, reservation: Reservation, blocks: PrefixBlocks, now: float) -> _Booking:
+    def book(
+        self, worker: Worker, reservation: Reservation, blocks: PrefixBlocks, overlaps: Overlaps | None, now: float
+    ) -> _Booking:
         self.open += 1
         self._fleet.reserve(worker, reservation, now)
-        speculation = self._index.speculate(worker.slot, blocks) if blocks.chains else None
+        speculation = self._index.speculate(worker.slot, blocks, overlaps) if blocks.chains else None
         return _Booking(worker, reservation, speculation, blocks)
 
     def prefilled(self, booking: _Booking, now: float) -> None:
@@ -259,7 +262,7 @@ class Router:
             streamed=request.stream,
             sent_at=now,
         )
-        booking = self._ledger.book(worker, reservation, blocks, now)
+        booking = self._ledger.book(worker, reservation, blocks, choice.overlaps, now)
         choice.pool.rates.learn_prompt(blocks.tokens)
         if request.session is not None:
             self.sessions.keep(request.session, worker.id, now)
@@ -339,7 +342,7 @@ class Router:
         own_s = rows[at][_OWN_S] or worker.slowdown * rates.prefill_s(tokens - hit, hit)
         bit = 1 << worker.slot
         slow = sum(overlaps.slow(worker.slot).values()) if overlaps is not None and self._slow_slots & bit else 0
-        return _Choice(decision, worker, pool, hit, own_s, output, slow)
+        return _Choice(decision, worker, pool, hit, own_s, output, slow, overlaps)
 
     def _view(
         self, pool: Pool, workers: Sequence[Worker], slots: Sequence[Slot], raw: list[int], overlaps: Overlaps | None

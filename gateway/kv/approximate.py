@@ -29,6 +29,7 @@ from itertools import repeat
 from operator import or_
 from typing import Final, NamedTuple
 
+from gateway.kv.speculation import Promises
 from gateway.records import BlockKey, PrefixBlocks, PrefixMode
 
 _ZEROS: Final = repeat(0)
@@ -132,8 +133,11 @@ class ApproximateBlocks:
             learned = self._workers[bit] = Learned(bit)
         return learned
 
-    def remember(self, learned: Learned, blocks: PrefixBlocks, capacity: int, now: float) -> Remembered:
-        """The worker has computed these blocks. `capacity` is its cache in tokens, 0 when unknown."""
+    def remember(
+        self, learned: Learned, blocks: PrefixBlocks, capacity: int, promises: Promises, now: float
+    ) -> Remembered:
+        """The worker has computed these blocks. `capacity` is its cache in tokens, 0 when unknown; what of the blocks
+        was only promised is no promise any more."""
         text = blocks.mode is PrefixMode.APPROXIMATE
         if text:
             order, learned.text_size = learned.text, blocks.block_size
@@ -150,6 +154,8 @@ class ApproximateBlocks:
             fresh = keys[known:]
             if fresh:
                 self._enter(learned.bit, fresh)
+                if promises.held:
+                    deque(map(promises.confirmed, fresh), maxlen=0)
                 # From the last to the first: rule 3.
                 order.update(zip(reversed(fresh), repeat(now), strict=False))
             if head:

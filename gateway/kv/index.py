@@ -19,7 +19,7 @@ Rules for callers:
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -28,15 +28,15 @@ from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, Appro
 from gateway.kv.events import KvEvent
 from gateway.kv.ingest import Placement, Tally
 from gateway.kv.overlap import Overlaps, run_of
-from gateway.kv.speculation import Speculation, SpeculativeBlocks
+from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.records import BlockKey, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
 
 DEFAULT_ORPHAN_LIMIT: Final = 16_384
 """Orphans kept per rank: some 8 MB a rank at worst, and far more than a rank announces before its heads are known."""
 
-DEFAULT_SPECULATIVE_LIMIT: Final = 2_000_000
-"""Speculative keys kept: 2,000 prompts of 16k tokens at a block size of 16 in flight, some 200 MB at worst."""
+DEFAULT_SPECULATIVE_LIMIT: Final = 500_000
+"""Speculative keys kept for a worker: 500 prompts of 16k tokens on their way to it at a block size of 16."""
 
 _INT_BYTES: Final = 32  # a Python int between 2**30 and 2**60; one more digit is within the same allocation size
 
@@ -97,7 +97,7 @@ class KvIndex:
     ) -> None:
         """Without `approximate` nothing is learned from routing."""
         self._placement = Placement()
-        self._speculative = SpeculativeBlocks(speculative_limit)
+        self._speculative = SpeculativeBlocks(self._placement.masks[0], speculative_limit)
         self._approximate = ApproximateBlocks(self._placement.masks[0], approximate) if approximate else None
         self._workers: dict[Slot, WorkerTable] = {}
         self._spans: dict[Slot, int] = {}
@@ -125,7 +125,7 @@ class KvIndex:
         if worker is None:
             return
         self.purge(slot)
-        self._speculative.retract_all(worker.bit)
+        self._speculative.retract_all(worker.promises)
         if self._approximate is not None:
             self._approximate.release(worker.bit)
         self._spans.pop(slot, None)
@@ -191,21 +191,30 @@ class KvIndex:
             blocks,
             slots,
             masks=self._placement.masks,
-            speculative=self._speculative.masks,
+            promises=self._promises,
             slow_slots=self._placement.slow_slots,
             # Blocks of text are no whole number of the engine's: there is nothing to round to.
             spans=_NO_SPANS if blocks.mode is PrefixMode.APPROXIMATE else self._spans,
         )
 
-    def speculate(self, slot: Slot, blocks: PrefixBlocks) -> Speculation:
-        """The worker will hold these blocks soon: enter those beyond its confirmed run. An unbound slot enters none."""
+    def speculate(self, slot: Slot, blocks: PrefixBlocks, overlaps: Overlaps | None = None) -> Speculation:
+        """The worker will hold these blocks soon: enter those beyond its announced run. An unbound slot enters none.
+
+        `overlaps` of the same request, when the index has not changed since, save a walk.
+        """
         worker = self._workers.get(slot)
         if worker is None:
-            return Speculation(1 << slot, [])
-        keys: list[BlockKey] = []
-        for chain, _ in blocks.chains:
-            keys += chain[run_of(chain, worker.bit, self._placement.masks[0]) :]
-        return self._speculative.promise(worker.bit, keys, distinct=len(blocks.chains) == 1)
+            return Speculation(Promises(1 << slot), [])
+        parts: list[Part] = []
+        run = None if overlaps is None else overlaps.run(slot)
+        for keys, _ in blocks.chains:
+            length = run_of(keys, worker.bit, self._placement.masks[0]) if run is None else run
+            self._speculative.promise(worker.promises, keys, length, parts)
+        return Speculation(worker.promises, parts)
+
+    def _promises(self, slot: Slot) -> Container[BlockKey]:
+        worker = self._workers.get(slot)
+        return () if worker is None else worker.promises
 
     def retract(self, speculation: Speculation) -> None:
         """End a speculation; idempotent, also after its slot was released or bound anew."""
@@ -222,7 +231,7 @@ class KvIndex:
         if worker.heard and blocks.mode is not PrefixMode.APPROXIMATE:
             return None
         learned = self._approximate.worker(worker.bit)
-        remembered = self._approximate.remember(learned, blocks, capacity, now)
+        remembered = self._approximate.remember(learned, blocks, capacity, worker.promises, now)
         worker.learned_blocks = learned.held_tokens // worker.block_size
         return remembered
 
@@ -288,7 +297,7 @@ class KvIndex:
             orphans=sum(len(table.orphans) - table.placeholders for table in tables),
             placeholders=sum(table.placeholders for table in tables),
             orphans_dropped=self._orphans_dropped,
-            speculative=self._speculative.held,
+            speculative=sum(worker.promises.held for worker in workers.values()),
             speculative_truncated=self._speculative.truncated,
             estimated_bytes=self._estimated_bytes(tables) + approximate.bytes,
             approximate=approximate,
@@ -301,9 +310,9 @@ class KvIndex:
         return frozenset() if table is None else frozenset(table.held[TIER_INDEX[tier]])
 
     def _estimated_bytes(self, tables: Sequence[RankTable]) -> int:
-        masks = [*self._placement.masks, self._speculative.masks]
-        total = sum(sys.getsizeof(mask) for mask in masks)
-        total += _INT_BYTES * self._speculative.held
+        total = sum(sys.getsizeof(masks) for masks in self._placement.masks)
+        for worker in self._workers.values():
+            total += _PROMISE_BYTES * worker.promises.held
         for table in tables:
             for held, copies in zip(table.held, table.copies, strict=True):
                 # One int for the hash, one for the key; a mask is one int shared by many keys or amortised over
@@ -316,6 +325,9 @@ class KvIndex:
 
 _NONE: Final[Mapping[Tier, int]] = MappingProxyType({})
 _NO_SPANS: Final[Mapping[Slot, int]] = MappingProxyType({})
+
+# The key itself, its place in the stretch and in the table of keys.
+_PROMISE_BYTES: Final = _INT_BYTES + 8 + 50
 
 # Slots of the object, token array, list of copies, list and dictionary entry of its parent, the hash itself.
 _ORPHAN_BYTES: Final = 480

@@ -138,6 +138,7 @@ class Placement:
         held = table.held[tier]
         masks = self.masks[tier]
         bit = worker.bit
+        promises = worker.promises
         stored = shared = 0
         for engine_hash, key in zip(hashes, keys, strict=True):
             if engine_hash in held:
@@ -148,11 +149,11 @@ class Placement:
             mask = masks.get(key)
             if mask is None:
                 masks[key] = bit
-            elif mask & bit:
+            elif not mask & bit:
+                masks[key] = mask | bit
+            elif tier or not promises.held or not promises.confirmed(key):
                 shared += 1
                 worker.shared[tier][key] = worker.shared[tier].get(key, 0) + 1
-            else:
-                masks[key] = mask | bit
         tally.stored[tier] += stored
         worker.blocks[tier] += stored - shared
         if tier and worker.blocks[tier]:
@@ -180,7 +181,7 @@ class Placement:
         bit = worker.bit
         for key in keys:
             mask = masks.get(key, 0)
-            if mask & bit:
+            if mask & bit and not (tier == 0 and worker.promises.confirmed(key)):
                 worker.shared[tier][key] = worker.shared[tier].get(key, 0) + 1
             else:
                 masks[key] = mask | bit

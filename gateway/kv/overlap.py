@@ -1,8 +1,8 @@
 """Overlap: how much of a request's prefix each worker holds.
 
 Rules:
-1. A worker's run is contiguous from block 0: the blocks on GPU or announced by a decision (speculative) first, then
-   the blocks in slower tiers that follow. What lies behind a hole is worth nothing.
+1. A worker's run is contiguous from block 0: the blocks on GPU first, announced or promised by a decision
+   (speculative), then the blocks in slower tiers that follow. What lies behind a hole is worth nothing.
 2. A prompt's last token is always computed, so at most the full blocks of its first `tokens - 1` tokens count, per
    chain. Engines match whole blocks of their own: where one covers several keys, the run is floored to it.
 3. The walk keeps the mask of workers whose run has not ended; it only loses bits.
@@ -10,10 +10,10 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate, groupby, repeat
-from operator import and_, or_
+from operator import and_
 from typing import Final
 
 from gateway.kv.tables import TIERS
@@ -29,15 +29,13 @@ Run = tuple[int, int]
 """Blocks from the start, and the mask of workers whose run has exactly that length."""
 
 
-def fast_runs(keys: Sequence[BlockKey], slots: int, gpu: Masks, speculative: Masks) -> list[Run]:
-    """Runs over GPU and speculative blocks, shortest first; workers without a first block are left out.
+def fast_runs(keys: Sequence[BlockKey], slots: int, gpu: Masks) -> list[Run]:
+    """Runs over GPU blocks, shortest first; workers without a first block are left out.
 
     The walk runs in C but for the few places where some worker's run ends, and stops where the last one does; nearly
     all of its time are the look-ups.
     """
     held = map(gpu.get, keys, _ZEROS)
-    if speculative:
-        held = map(or_, held, map(speculative.get, keys, _ZEROS))
     runs: list[Run] = []
     before = slots
     at = 0
@@ -88,7 +86,7 @@ class Overlaps:
     A slot that was no candidate, or holds nothing, has 0 everywhere.
     """
 
-    __slots__ = ("_blocks", "_masks", "_prefix", "_slow", "_spans", "_tokens")
+    __slots__ = ("_blocks", "_masks", "_prefix", "_promises", "_slow", "_spans", "_tokens")
 
     def __init__(
         self,
@@ -96,20 +94,22 @@ class Overlaps:
         slots: int,
         *,
         masks: Sequence[Masks],
-        speculative: Masks,
+        promises: Callable[[Slot], Container[BlockKey]],
         slow_slots: int,
         spans: Mapping[Slot, int],
     ) -> None:
-        """`masks` by tier in the order of `TIERS`; `spans` has only workers whose blocks cover several keys."""
+        """`masks` by tier in the order of `TIERS`; `promises` finds the speculative keys of a worker; `spans` has only
+        workers whose blocks cover several keys."""
         self._prefix = prefix
         self._masks = masks
+        self._promises = promises
         self._spans = spans
         self._blocks: dict[Slot, int] = {}
         self._tokens: dict[Slot, int] = {}
         self._slow: dict[Slot, list[tuple[int, int]]] = {}
         slow_slots &= slots
         for keys, tokens in prefix.chains:
-            runs = fast_runs(keys, slots, masks[0], speculative)
+            runs = fast_runs(keys, slots, masks[0])
             if slow_slots:
                 runs = self._extend(keys, runs, slots, slow_slots)
             limit = _usable_blocks(tokens, prefix.block_size)
@@ -130,13 +130,21 @@ class Overlaps:
         """Blocks of the index's size in the worker's runs, not capped."""
         return self._blocks.get(slot, 0)
 
+    def run(self, slot: Slot) -> int | None:
+        """Blocks of the only chain that the worker's GPU has or was promised; None where that is not known here: of
+        several chains, and of workers with slower tiers."""
+        return None if self._slow or len(self._prefix.chains) != 1 else self._blocks.get(slot, 0)
+
     def confirmed(self, slot: Slot) -> int:
         """`tokens` without speculative blocks: what the worker's own events say."""
         bit = 1 << slot
         size = self._prefix.block_size
+        promised = self._promises(slot)
         tokens = 0
         for keys, length in self._prefix.chains:
-            end = slow_end(keys, run_of(keys, bit, self._masks[0]), bit, self._masks[1:])
+            run = run_of(keys, bit, self._masks[0])
+            run = next((at for at in range(run) if keys[at] in promised), run)
+            end = slow_end(keys, run, bit, self._masks[1:])
             tokens += self._usable(slot, end, length) * size
         return tokens
 

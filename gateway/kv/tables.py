@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gateway.keys import namespace
+from gateway.kv.speculation import Promises
 from gateway.records import BlockKey, EngineHash, Slot, Tier
 
 TIERS: Final = (Tier.GPU, Tier.CPU, Tier.DISK, Tier.REMOTE)
@@ -170,7 +171,8 @@ class RankTable:
 class WorkerTable:
     """One worker that occupies a slot. `blocks[tier]` counts its distinct block keys; `shared[tier]` counts holders
     beyond the first of a key that several ranks, or several engine hashes, of the worker stand for. `span` is
-    how many keys one of the engine's own blocks covers. `heard`: the worker has announced something.
+    how many keys one of the engine's own blocks covers. `heard`: the worker has announced something. `promises` are
+    keys whose GPU bit says only that a decision sent them.
     `learned_blocks` is what was learned from routing instead, in blocks of `block_size` tokens. `epoch` numbers the
     time it was last bound or purged, `clears` and `removed` count what its events took away since it was bound."""
 
@@ -185,6 +187,7 @@ class WorkerTable:
         "heard",
         "ignored",
         "learned_blocks",
+        "promises",
         "ranks",
         "removed",
         "shared",
@@ -201,6 +204,7 @@ class WorkerTable:
         self.learned_blocks = 0
         self.span = 0
         self.epoch = self.clears = self.removed = 0
+        self.promises = Promises(self.bit)
         self.ranks: dict[int, RankTable] = {}
         self.blocks = [0, 0, 0, 0]
         self.shared: list[dict[BlockKey, int]] = [{}, {}, {}, {}]

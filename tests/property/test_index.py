@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -26,14 +28,23 @@ from tests.property.naive import (
 )
 
 
+@dataclass(eq=False)
+class Promise:
+    """One live speculation: what of it is still promised."""
+
+    worker: int
+    handle: Speculation
+    paths: set[Path]
+
+
 class IndexMachine(RuleBasedStateMachine):
-    speculations: Bundle[tuple[int, Speculation, frozenset[Path]]] = Bundle("speculations")
+    speculations: Bundle[Promise] = Bundle("speculations")
 
     def __init__(self) -> None:
         super().__init__()
         self.index = KvIndex()
         self.model: dict[int, dict[int, ModelRank]] = {}
-        self.promised: list[tuple[int, Speculation, frozenset[Path]]] = []
+        self.promised: list[Promise] = []
         for worker in ENGINES:
             self._bind(worker)
 
@@ -90,6 +101,7 @@ class IndexMachine(RuleBasedStateMachine):
             for name in names:
                 self.model[worker][rank].add(name, tier, parent, has_tokens=True)
                 parent = name
+        self._confirm()
 
     @rule(place=places, path=st.sampled_from(PROMPTS), depth=st.integers(1, DEPTH), alias=st.integers(0, 1))
     def placeholder(self, place: tuple[int, int], path: Path, depth: int, alias: int) -> None:
@@ -126,22 +138,43 @@ class IndexMachine(RuleBasedStateMachine):
     def replace_a_worker(self, worker: int) -> None:
         self.index.release(Slot(worker))
         self._bind(worker)
-        self.promised = [promise for promise in self.promised if promise[0] != worker]
+        self.promised = [promise for promise in self.promised if promise.worker != worker]
 
-    @rule(target=speculations, worker=st.sampled_from(sorted(ENGINES)), path=st.sampled_from(PROMPTS))
-    def speculate(self, worker: int, path: Path) -> tuple[int, Speculation, frozenset[Path]]:
-        start = self._confirmed_run(worker, path)
-        speculation = self.index.speculate(Slot(worker), request(path))
-        promise = (worker, speculation, frozenset(path[:depth] for depth in range(start + 1, DEPTH + 1)))
-        assert speculation.blocks == len(promise[2])
+    @rule(
+        target=speculations, worker=st.sampled_from(sorted(ENGINES)), path=st.sampled_from(PROMPTS), told=st.booleans()
+    )
+    def speculate(self, worker: int, path: Path, told: bool) -> Promise:
+        sent = self._sent(worker)
+        run = self._fast_run(worker, path, sent)
+        while run and path[:run] in sent:
+            run -= 1
+        covered = {path[:depth] for depth in range(run + 1, DEPTH + 1) if not self._has(worker, path[:depth], Tier.GPU)}
+        overlaps = self.index.overlap(request(path), 0b111) if told else None
+        promise = Promise(worker, self.index.speculate(Slot(worker), request(path), overlaps), covered)
+        assert promise.handle.blocks == len(covered)
         self.promised.append(promise)
         return promise
 
     @rule(promise=consumes(speculations), again=st.booleans())
-    def retract(self, promise: tuple[int, Speculation, frozenset[Path]], again: bool) -> None:
+    def retract(self, promise: Promise, again: bool) -> None:
         for _ in range(1 + again):
-            self.index.retract(promise[1])
+            self.index.retract(promise.handle)
+        assert promise.handle.blocks == 0
         self.promised = [other for other in self.promised if other is not promise]
+
+    def _sent(self, worker: int) -> set[Path]:
+        return {path for promise in self.promised if promise.worker == worker for path in promise.paths}
+
+    def _fast_run(self, worker: int, path: Path, sent: set[Path]) -> int:
+        run = 0
+        while run < DEPTH and (self._has(worker, path[: run + 1], Tier.GPU) or path[: run + 1] in sent):
+            run += 1
+        return run
+
+    def _confirm(self) -> None:
+        """What a worker announced needs no promise any more."""
+        for promise in self.promised:
+            promise.paths -= {path for path in promise.paths if self._has(promise.worker, path, Tier.GPU)}
 
     @invariant()
     def overlaps_are_the_models(self) -> None:
@@ -149,11 +182,7 @@ class IndexMachine(RuleBasedStateMachine):
             overlaps = self.index.overlap(request(path), 0b111)
             for worker in ENGINES:
                 slot = Slot(worker)
-                sent = {other for to, _, paths in self.promised if to == worker for other in paths}
-                fast = 0
-                while fast < DEPTH and (self._has(worker, path[: fast + 1], Tier.GPU) or path[: fast + 1] in sent):
-                    fast += 1
-                end = fast
+                end = fast = self._fast_run(worker, path, self._sent(worker))
                 while end < DEPTH and self._has(worker, path[: end + 1], Tier.CPU):
                     end += 1
                 usable = min(end, DEPTH - 1)
@@ -188,7 +217,7 @@ class IndexMachine(RuleBasedStateMachine):
                     }
                     assert self.index.engine_hashes(Slot(worker), rank, tier) == named
         assert stats.orphans + stats.placeholders == waiting
-        assert stats.speculative == sum(len(paths) for _, _, paths in self.promised)
+        assert stats.speculative == sum(len(self._sent(worker)) for worker in ENGINES)
 
 
 TestIndex = IndexMachine.TestCase
