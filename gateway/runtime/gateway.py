@@ -43,6 +43,7 @@ from gateway.runtime.supervisor import Supervisor
 from gateway.telemetry import Exposition, RequestLog, RequestMetrics
 from gateway.upstream.connections import Timeouts
 from gateway.upstream.control import open_control_client
+from gateway.upstream.deadlines import next_tick
 from gateway.upstream.http import Upstream
 from gateway.upstream.membership import Membership, MembershipSettings
 
@@ -261,8 +262,10 @@ class Gateway:
             log.flush()
 
     async def _expire(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(_EXPIRE_EVERY_S)
+            # At the same moments as deadlines are looked at: waking an idle process is the most of it.
+            await asyncio.sleep(next_tick(loop.time(), _EXPIRE_EVERY_S) - loop.time())
             now = self.clock()
             self.router.expire(now)
             self.refresh.tick(now)

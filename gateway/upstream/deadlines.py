@@ -4,6 +4,8 @@ Rules:
 1. Moving a deadline is a plain attribute write; nothing is cancelled or armed again for a request or a chunk.
 2. A deadline is noticed at most one tick late, so `tick_s` is the precision of every limit watched here.
 3. No timer runs while nothing is watched.
+4. Ticks come at whole multiples of `tick_s` on the loop's clock, so that several of these wake the process at the same
+   moments: waking an idle process costs more than a tick.
 
 It knows nothing of what it watches, apart from when it is due.
 """
@@ -46,7 +48,7 @@ class Deadlines:
         """Begin to watch; twice is once. Needs a running loop."""
         self._watched.add(watched)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+            self._arm()
 
     def forget(self, watched: Watched) -> None:
         """Stop watching; what is not watched is ignored."""
@@ -57,7 +59,16 @@ class Deadlines:
         if not self._watched:
             return
         # Armed before anybody is told, so that one failing object cannot stop the others' deadlines.
-        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+        self._arm()
         now = self._clock()
         for watched in [w for w in self._watched if w.deadline <= now]:
             watched.overdue(now)
+
+    def _arm(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(next_tick(loop.time(), self._tick_s), self._tick)
+
+
+def next_tick(now: float, tick_s: float) -> float:
+    """The next whole multiple of `tick_s` after `now`. A timer may fire a little early; that is not the same tick again."""
+    return (math.floor(now / tick_s + 0.05) + 1) * tick_s
