@@ -70,5 +70,5 @@ class Deadlines:
 
 
 def next_tick(now: float, tick_s: float) -> float:
-    """The next whole multiple of `tick_s` after `now`. A timer may fire a little early; that is not the same tick again."""
+    """The next whole multiple of `tick_s` after `now`; a timer that fired a little early counts as being on time."""
     return (math.floor(now / tick_s + 0.05) + 1) * tick_s
