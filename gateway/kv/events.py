@@ -18,7 +18,7 @@ The decoder keeps no state: what a cache group is, which parent is known and wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -67,9 +67,13 @@ _MASK64: Final = 0xFFFF_FFFF_FFFF_FFFF
 # empty tuple, the root of SGLang 0.4.6 and 0.4.7.
 _NO_PARENT: Final = frozenset({0, 5740354900026072187})
 
+# First bytes of a batch that may tell its rank: an array of three, and a time in seconds or milliseconds.
+_RANKED: Final = frozenset({b"\x93\xcb", b"\x93\xcf"})
+
 _END_MARKER: Final = b"\xff" * 8
 
 _decode: Final = msgspec.msgpack.Decoder().decode
+_decode_outer: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -172,10 +176,23 @@ def replay_request(from_seq: int) -> list[bytes]:
 
 
 def batch_time(payload: bytes) -> float | None:
-    """`ts` of a batch without decoding the rest; None when the payload does not start like a batch."""
-    if len(payload) < 10 or payload[0] & 0xF0 != 0x90 or payload[1] != 0xCB:
+    """`ts` of a batch, in Unix seconds, without decoding the rest; None when it does not start like a batch."""
+    if len(payload) < 10 or payload[0] & 0xF0 != 0x90:
         return None
-    return float(_decode(payload[1:10]))
+    if payload[1] == 0xCB:
+        return float(_decode(payload[1:10]))
+    return int.from_bytes(payload[2:10], "big") / 1000 if payload[1] == 0xCF else None
+
+
+def first_number(payload: bytes) -> int:
+    """The sequence number a publisher of such batches begins with: 1 for the Mooncake master, known by its whole
+    milliseconds, else 0."""
+    return 1 if payload[1:2] == b"\xcf" else 0
+
+
+def batch_rank(payload: bytes) -> int | None:
+    """The data-parallel rank of a batch without decoding it; None where it is not told (or above 127)."""
+    return payload[-1] if payload[:2] in _RANKED and payload[-1] < 0x80 else None
 
 
 def decode_batch(payload: bytes) -> KvBatch | ForeignMessage:
@@ -210,6 +227,46 @@ def decode_batch(payload: bytes) -> KvBatch | ForeignMessage:
         else:
             events.append(event)  # type: ignore[arg-type]  # `type(...) is str` does not narrow
     return KvBatch(ts, rank if type(rank) is int else None, events, tuple(skipped))
+
+
+def decode_events(payload: bytes) -> Iterator[KvEvent | str] | ForeignMessage:
+    """The events of one payload, each decoded when it is taken, with a word in place of each that is left out (see
+    `KvBatch.skipped`): for large payloads, which would take long at once. Raises MalformedMessage as `decode_batch`
+    does, before the first event."""
+    try:
+        outer = _decode_outer(payload)
+        raw_events = _decode_outer(outer[1])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, LookupError):
+        batch = decode_batch(payload)  # says what it is
+        return batch if isinstance(batch, ForeignMessage) else iter([*batch.events, *batch.skipped])
+    return (_event_of(raw) for raw in raw_events)
+
+
+def _event_of(raw: msgspec.Raw) -> KvEvent | str:
+    try:
+        return _event(_decode(raw))
+    except (TypeError, AttributeError, ValueError, LookupError, RecursionError):
+        return "malformed"
+
+
+def in_parts(event: Stored, blocks: int) -> Iterator[Stored]:
+    """A store cut into stores of at most so many blocks, each the child of the one before. A store whose tokens do
+    not tell where a block begins stays whole."""
+    hashes, tokens, size = event.hashes, event.tokens, event.block_size
+    if len(hashes) <= blocks or len(tokens) not in (0, len(hashes) * size):
+        yield event
+        return
+    parent = event.parent
+    for start in range(0, len(hashes), blocks):
+        end = start + blocks
+        yield msgspec.structs.replace(
+            event,
+            hashes=hashes[start:end],
+            parent=parent,
+            tokens=tokens[start * size : end * size] if tokens else tokens,
+            extras=None if event.extras is None else event.extras[start:end],
+        )
+        parent = hashes[min(end, len(hashes)) - 1]
 
 
 def identity_bytes(items: list[Any]) -> bytes:

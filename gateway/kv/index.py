@@ -28,6 +28,7 @@ from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, Appro
 from gateway.kv.events import KvEvent
 from gateway.kv.ingest import Placement, Tally
 from gateway.kv.overlap import Overlaps, run_of
+from gateway.kv.preview import Preview
 from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.records import BlockKey, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
@@ -146,7 +147,11 @@ class KvIndex:
         table = worker.ranks.get(rank)
         if table is None:
             table = worker.ranks[rank] = RankTable(self._orphan_limit)
-        tally = self._placement.apply(worker, table, events)
+        preview = worker.previews.get(rank) if worker.previews else None
+        if preview is not None:
+            preview.put_back(self._placement, worker)
+        tally = Tally()
+        self._placement.apply(worker, table, events, tally)
         if worker.span > 1:
             self._spans[slot] = worker.span
         elif self._spans:
@@ -157,6 +162,26 @@ class KvIndex:
         worker.removed += sum(tally.removed)
         self._orphans_dropped += tally.dropped
         return _applied(tally)
+
+    def preview(self, slot: Slot, rank: int, events: Sequence[KvEvent]) -> None:
+        """Show what later events of a rank say while earlier ones are missing, until `end_preview`; they come again
+        through `apply`, in order."""
+        worker = self._workers.get(slot)
+        if worker is None:
+            return
+        preview = worker.previews.get(rank)
+        if preview is None:
+            table = worker.ranks.setdefault(rank, RankTable(self._orphan_limit))
+            preview = worker.previews[rank] = Preview(table, self._orphan_limit)
+        preview.show(self._placement, worker, events)
+
+    def end_preview(self, slot: Slot, rank: int) -> None:
+        """Everything shown before its turn has been applied. Fine without a preview; costs the blocks shown."""
+        worker = self._workers.get(slot)
+        preview = None if worker is None else worker.previews.pop(rank, None)
+        if worker is not None and preview is not None:
+            preview.put_back(self._placement, worker)
+            self._placement.purge(worker, preview.over)
 
     def purge(self, slot: Slot, rank: int | None = None) -> int:
         """Forget one rank's blocks, or all of the worker's. Returns how many (rank, tier, block) entries went.
@@ -169,6 +194,7 @@ class KvIndex:
         self._begin_epoch(worker)
         purged = 0
         for number in [rank] if rank is not None else list(worker.ranks):
+            self.end_preview(slot, number)
             table = worker.ranks.get(number)
             if table is not None:
                 purged += self._placement.purge(worker, table)
@@ -290,6 +316,7 @@ class KvIndex:
         workers = self._workers
         tables = [table for worker in workers.values() for table in worker.ranks.values()]
         approximate = self._approximate.stats() if self._approximate is not None else ApproximateStats(0, 0, {})
+        tables += [preview.over for worker in workers.values() for preview in worker.previews.values()]
         return IndexStats(
             blocks={slot: dict(zip(TIERS, worker.blocks, strict=True)) for slot, worker in workers.items()},
             ignored={slot: dict(worker.ignored) for slot, worker in workers.items()},

@@ -15,11 +15,14 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gateway.keys import namespace
 from gateway.kv.speculation import Promises
 from gateway.records import BlockKey, EngineHash, Slot, Tier
+
+if TYPE_CHECKING:  # it is made of these tables
+    from gateway.kv.preview import Preview
 
 TIERS: Final = (Tier.GPU, Tier.CPU, Tier.DISK, Tier.REMOTE)
 """Tiers by cost per token; tables and masks are lists in this order."""
@@ -47,14 +50,16 @@ class Orphan:
 
 
 class RankTable:
-    """One rank's blocks. `held[tier]` maps engine hash to block key; `copies[tier]` counts copies beyond the first;
-    `heads` has the earlier keys of a block that spans several keys (see `KvIndex`). `usual_kinds` has the kind last
-    told for each group that counts: a store that repeats it need not ask `measures`."""
+    """One rank's blocks, or with `below` what a preview lays over them (`gateway.kv.preview`). `held[tier]` maps engine
+    hash to block key; `copies[tier]` counts copies beyond the first; `heads` has the earlier keys of a block that spans
+    several keys (see `KvIndex`). `usual_kinds` has the kind last told for each group that counts: a store that repeats
+    it need not ask `measures`."""
 
     __slots__ = (
         "_children",
         "_groups",
         "_orphan_limit",
+        "below",
         "copies",
         "heads",
         "held",
@@ -63,15 +68,16 @@ class RankTable:
         "usual_kinds",
     )
 
-    def __init__(self, orphan_limit: int) -> None:
+    def __init__(self, orphan_limit: int, *, below: RankTable | None = None) -> None:
+        self.below = below
         self.held: list[dict[EngineHash, BlockKey]] = [{}, {}, {}, {}]
         self.copies: list[dict[EngineHash, int]] = [{}, {}, {}, {}]
         self.heads: dict[EngineHash, tuple[BlockKey, ...]] = {}
         self.orphans: dict[EngineHash, Orphan] = {}
         self.placeholders = 0
         self._children: dict[EngineHash, list[EngineHash]] = {}
-        self.usual_kinds: dict[int | None, str] = {}
-        self._groups: dict[int | None, bool] = {}
+        self.usual_kinds: dict[int | None, str] = {} if below is None else below.usual_kinds
+        self._groups: dict[int | None, bool] = {} if below is None else below._groups
         self._orphan_limit = orphan_limit
 
     def key_of(self, engine_hash: EngineHash) -> BlockKey | None:
@@ -80,7 +86,14 @@ class RankTable:
             key = held.get(engine_hash)
             if key is not None:
                 return key
-        return None
+        return None if self.below is None else self.below.key_of(engine_hash)
+
+    def heads_of(self, engine_hash: EngineHash) -> tuple[BlockKey, ...]:
+        """The earlier keys of a block the rank holds in any tier."""
+        heads = self.heads.get(engine_hash)
+        if heads is None:
+            return () if self.below is None else self.below.heads_of(engine_hash)
+        return heads
 
     def measures(self, group: int | None, kind: str | None) -> bool:
         """Whether blocks of this cache group tell the length of a reusable prefix.
@@ -187,6 +200,7 @@ class WorkerTable:
         "heard",
         "ignored",
         "learned_blocks",
+        "previews",
         "promises",
         "ranks",
         "removed",
@@ -206,6 +220,7 @@ class WorkerTable:
         self.epoch = self.clears = self.removed = 0
         self.promises = Promises(self.bit)
         self.ranks: dict[int, RankTable] = {}
+        self.previews: dict[int, Preview] = {}
         self.blocks = [0, 0, 0, 0]
         self.shared: list[dict[BlockKey, int]] = [{}, {}, {}, {}]
         self.ignored: Counter[str] = Counter()

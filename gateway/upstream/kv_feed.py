@@ -5,19 +5,20 @@ Rules:
 2. Work is done in turns of at most `turn_s`, or `turn_blocks` blocks where a batch is longer; then the loop serves
    others. All feeds of a process share one lock, so that together they take one turn per pass of the loop.
 3. Each replay request has a connection of its own: replies to an earlier request cannot be mistaken for replies to it.
-4. A broken message is counted and never ends the feed. What does end `run` (a malformed endpoint, a closed context) is
+4. A new connection of the subscription is told to the state machine before what comes over it.
+5. A broken message is counted and never ends the feed. What does end `run` (a malformed endpoint, a closed context) is
    raised to the supervisor. Cancelling `run` at any point closes the sockets without lingering.
 
 Sockets are read directly, woken by their file descriptor: zmq.asyncio makes a future and a poll per message, which
-costs several times what decoding it does. The subscription is made before the first replay request, so that batches
-published in between arrive live and wait their turn.
+costs several times what decoding it does. The subscription is connected before the first replay request, so that
+batches published in between arrive live and wait their turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,22 +26,33 @@ from typing import Any, Final
 import zmq
 
 from gateway.kv.events import (
+    Cleared,
     ForeignMessage,
     KvEvent,
     MalformedMessage,
     Removed,
     Stored,
+    batch_rank,
     decode_batch,
+    decode_events,
+    in_parts,
     parse_live,
     parse_reply,
     replay_request,
 )
-from gateway.kv.feed_state import Action, Apply, AskReplay, FeedCounters, FeedPhase, FeedState, Purge
+from gateway.kv.feed_state import FeedState
+from gateway.kv.feed_words import Action, Apply, AskReplay, EndPreview, FeedCounters, FeedPhase, Preview, Purge
 from gateway.kv.index import Applied, KvIndex
 from gateway.records import EventSource, Slot, Tier, TrustState, WorkerId
 
 # Messages zmq holds for us while the loop is busy; beyond it TCP pushes back, and the engine keeps, then drops, them.
 _RECEIVE_LIMIT: Final = 20_000
+
+# Payloads above this are decoded event by event, as they are applied: some 2 ms at once.
+_LARGE_BYTES: Final = 128 * 1024
+
+_MAX_OTHER_RANKS: Final = 64
+_MAX_WANTED: Final = 16
 
 _MAX_MESSAGE_BYTES: Final = 256 * 1024 * 1024
 _RECONNECT_MS: Final = 100
@@ -85,6 +97,14 @@ class FeedTotals:
         self.repeated += applied.repeated
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One publisher of the endpoint: its state, and the rank its blocks are kept under."""
+
+    rank: int
+    state: FeedState
+
+
 class KvFeed:
     """Subscribes to one rank of one worker and keeps the index in step. Make a new one when its address changes.
 
@@ -109,21 +129,24 @@ class KvFeed:
         self.source = source
         self.totals = FeedTotals()
         self._state = state or FeedState(can_replay=source.replay_endpoint is not None)
+        self._lane = _Lane(source.rank, self._state)
+        self._others: dict[int, _Lane] = {}
+        self._heard_rank: int | None = None
         self._index = index
         self._context = context
         self._clock = clock
         self._turns = turns
         self._limits = limits or TurnLimits()
         self._replay: zmq.Socket[bytes] | None = None
-        self._actions: deque[Action] = deque()
-        self._events: deque[KvEvent] = deque()
-        self._resync_wanted = False
+        self._actions: deque[tuple[_Lane, Action]] = deque()
+        self._doing: tuple[_Lane, Apply | Preview, Iterator[KvEvent]] | None = None
+        self._wanted: deque[Callable[[float], list[Action]]] = deque(maxlen=_MAX_WANTED)
         self._wake = asyncio.Event()
 
     @property
     def caught_up(self) -> bool:
         """Whether the index shows what this rank published: replay done, nothing received waits to be applied."""
-        return self._state.caught_up and not self._actions and not self._events
+        return self._state.caught_up and not self._actions and self._doing is None
 
     @property
     def phase(self) -> FeedPhase:
@@ -136,13 +159,37 @@ class KvFeed:
         return self._state.trust
 
     @property
+    def doubt(self) -> str | None:
+        """Why a feed that looks whole is not believed; None when it is."""
+        return self._state.doubt
+
+    @property
     def counters(self) -> FeedCounters:
         """The state machine's counters: batches, gaps, replays, resets, errors."""
         return self._state.counters
 
+    @property
+    def other_ranks(self) -> tuple[int, ...]:
+        """Further ranks that publish at this address; none where every rank has its own, as engines place them."""
+        return tuple(self._others)
+
     def resync(self) -> None:
         """Forget the rank and learn it anew, at the feed's next turn."""
-        self._resync_wanted = True
+        self._want(self._state.resync)
+
+    def process_started(self, at_unix: float) -> None:
+        """The worker's process started then: what is older belongs to another process."""
+        self._want(lambda now: self._state.on_process_started(at_unix, now))
+
+    def served(self, blocks: int, started_at: float) -> None:
+        """A request of this rank that began at `started_at` (our clock) ended with so many blocks computed anew."""
+        before = self._state.deadline
+        self._state.on_served(blocks, started_at, self._clock())
+        if self._state.deadline != before:
+            self._wake.set()
+
+    def _want(self, ask: Callable[[float], list[Action]]) -> None:
+        self._wanted.append(ask)
         self._wake.set()
 
     async def run(self) -> None:
@@ -151,59 +198,71 @@ class KvFeed:
         May be called again after it ended: the rank is then learned anew.
         """
         try:
-            with self._socket(zmq.SUB) as subscription:
+            with self._socket(zmq.SUB) as subscription, _monitored(subscription) as monitor:
                 subscription.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
                 subscription.connect(self.source.endpoint)
-                self._actions.extend(self._state.on_connected(self._clock()))
+                for lane in (self._lane, *self._others.values()):
+                    self._add(lane, lane.state.on_opened(self._clock()))
                 while True:
                     async with self._turns:
-                        idle = self._turn(subscription)
+                        idle = self._turn(subscription, monitor)
                     if idle:
-                        await self._wait(subscription)
+                        await self._wait(subscription, monitor)
                     else:
                         await asyncio.sleep(0)
         finally:
             self._actions.clear()
-            self._events.clear()
+            self._doing = None
             self._close_replay()
 
     # ------------------------------------------------------------------ work
 
-    def _turn(self, subscription: zmq.Socket[bytes]) -> bool:
+    def _turn(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
         """Work until there is nothing to do (True) or the turn is over (False)."""
         until = self._clock() + self._limits.turn_s
-        while self._step(subscription):
+        while self._step(subscription, monitor):
             if self._clock() >= until:
                 return False
         return True
 
-    def _step(self, subscription: zmq.Socket[bytes]) -> bool:
+    def _step(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
         """The next small piece of work; False when there is none. What was received is applied before more is taken,
         so nothing piles up here; replies come before live messages, which wait in the socket."""
-        if self._events:
-            self._apply_some()
+        if self._doing is not None:
+            self._apply_some(*self._doing)
             return True
         if self._actions:
-            self._execute(self._actions.popleft())
+            self._execute(*self._actions.popleft())
             return True
-        if self._resync_wanted:
-            self._resync_wanted = False
-            self._actions.extend(self._state.resync(self._clock()))
+        if self._wanted:
+            self._add(self._lane, self._wanted.popleft()(self._clock()))
             return True
         if self._replay is not None:
-            if self._state.phase is not FeedPhase.REPLAYING:
+            if not self._state.asking:
                 self._close_replay()
             elif (reply := _receive(self._replay)) is not None:
                 self._on_reply(reply)
                 return True
-        self._actions.extend(self._state.on_tick(self._clock()))
-        if self._actions:
+        deadline = self._state.deadline
+        if deadline is not None and self._clock() >= deadline:
+            self._add(self._lane, self._state.on_tick(self._clock()))
             return True
         frames = _receive(subscription)
-        if frames is None:
-            return False
-        self._on_live(frames)
-        return True
+        # Asked for after the message: the first one of a new connection comes after its handshake.
+        connected = _receive(monitor) if _readable(monitor) else None
+        if connected is not None:
+            for lane in (self._lane, *self._others.values()):
+                self._add(lane, lane.state.on_connected(self._clock()))
+        if frames is not None:
+            self._on_live(frames)
+        return frames is not None or connected is not None
+
+    def _add(self, lane: _Lane, actions: list[Action], *, first: bool = False) -> None:
+        tagged = [(lane, action) for action in actions]
+        if first:  # ahead of what else is to be done: later batches must not be purged with it
+            self._actions.extendleft(reversed(tagged))
+        else:
+            self._actions.extend(tagged)
 
     def _on_live(self, frames: list[bytes]) -> None:
         try:
@@ -211,7 +270,9 @@ class KvFeed:
         except MalformedMessage:
             self.counters.errors += 1
             return
-        self._actions.extend(self._state.on_live(message.seq, message.payload, self._clock()))
+        lane = self._lane_of(message.payload)
+        if lane is not None:
+            self._add(lane, lane.state.on_live(message.seq, message.payload, self._clock()))
 
     def _on_reply(self, frames: list[bytes]) -> None:
         try:
@@ -220,59 +281,115 @@ class KvFeed:
             self.counters.errors += 1
             return
         if message is None:
-            self._actions.extend(self._state.on_replay_end(self._clock()))
+            self._add(self._lane, self._state.on_replay_end(self._clock()))
+        elif self._lane_of(message.payload) is self._lane:
+            self._add(self._lane, self._state.on_replay(message.seq, message.payload, self._clock()))
         else:
-            self._actions.extend(self._state.on_replay(message.seq, message.payload, self._clock()))
+            self.totals.skipped["other_rank"] += 1
 
-    def _execute(self, action: Action) -> None:
+    def _lane_of(self, payload: bytes) -> _Lane | None:
+        """Whose batch this is. Engines place every rank at an address of its own, and then its number does not matter;
+        where a relay joins several, each has its own sequence, and none but the first heard has a replay."""
+        rank = batch_rank(payload)
+        if rank is None or rank == self._heard_rank:
+            return self._lane
+        if self._heard_rank is None:
+            self._heard_rank = rank
+            return self._lane
+        lane = self._others.get(rank)
+        if lane is None:
+            if len(self._others) >= _MAX_OTHER_RANKS:
+                self.totals.skipped["other_rank"] += 1
+                return None
+            kept_under = self._heard_rank if rank == self.source.rank else rank
+            lane = self._others[rank] = _Lane(kept_under, FeedState(can_replay=False))
+            self._add(lane, lane.state.on_connected(self._clock()))
+        return lane
+
+    def _execute(self, lane: _Lane, action: Action) -> None:
         match action:
-            case Apply():
-                self._decode(action.payload)
+            case Apply() | Preview():
+                self._decode(lane, action)
+            case EndPreview():
+                self._index.end_preview(self.slot, lane.rank)
             case Purge():
-                self._index.purge(self.slot, self.source.rank)
+                self._index.purge(self.slot, lane.rank)
             case AskReplay():
                 self._ask(action.from_seq)
 
-    def _decode(self, payload: bytes) -> None:
+    def _decode(self, lane: _Lane, action: Apply | Preview) -> None:
+        payload, counted = action.payload, isinstance(action, Apply)
         try:
+            if len(payload) > _LARGE_BYTES:
+                large = decode_events(payload)
+                if not isinstance(large, ForeignMessage):
+                    self._doing = lane, action, self._pieces(large, counted=counted)
+                    return
             batch = decode_batch(payload)
         except MalformedMessage:
-            # Ahead of what else is to be done: later batches must not be purged with it.
-            self._actions.extendleft(reversed(self._state.on_undecodable()))
+            if counted:
+                self._add(lane, lane.state.on_undecodable(), first=True)
             return
         if isinstance(batch, ForeignMessage):
-            self.totals.skipped["foreign"] += 1
+            self.totals.skipped["foreign"] += counted
             return
-        if batch.skipped:
+        if batch.skipped and counted:
             self.totals.skipped.update(batch.skipped)
-        self._events.extend(batch.events)
+        if batch.events:
+            self._doing = lane, action, self._pieces(batch.events, counted=counted)
 
-    def _apply_some(self) -> None:
-        """Apply events up to the limit of blocks; one event is never split."""
-        events: list[KvEvent] = []
-        blocks = 0
-        waiting = self._events
-        kinds = self.totals.events
-        while waiting and blocks < self._limits.turn_blocks:
-            event = waiting.popleft()
-            events.append(event)
+    def _pieces(self, events: Iterable[KvEvent | str], *, counted: bool) -> Iterator[KvEvent]:
+        """Events that are counted once, long ones cut."""
+        kinds, most = self.totals.events, self._limits.turn_blocks
+        for event in events:
             match event:
                 case Stored():
-                    kinds["stored"] += 1
-                    blocks += len(event.hashes)
+                    kinds["stored"] += counted
+                    if len(event.hashes) > most:
+                        yield from in_parts(event, most)
+                        continue
                 case Removed():
-                    kinds["removed"] += 1
-                    blocks += len(event.hashes)
-                case _:
-                    kinds["cleared"] += 1
-        self.totals.add(self._index.apply(self.slot, self.source.rank, events))
+                    kinds["removed"] += counted
+                case Cleared():
+                    kinds["cleared"] += counted
+                case str():
+                    self.totals.skipped[event] += counted
+                    continue
+            yield event
+
+    def _apply_some(self, lane: _Lane, action: Apply | Preview, waiting: Iterator[KvEvent]) -> None:
+        """Apply or preview events up to the limit of blocks."""
+        events: list[KvEvent] = []
+        blocks = 0
+        for event in waiting:
+            if isinstance(event, Cleared):
+                actions = lane.state.on_cleared(action.seq, self._clock())
+                if actions:  # nothing before this batch counts: it is applied at once
+                    self._add(lane, actions, first=True)
+                    self._doing = None
+                    return
+            else:
+                blocks += len(event.hashes)
+            events.append(event)
+            if blocks >= self._limits.turn_blocks:
+                break
+        else:
+            self._doing = None
+        if isinstance(action, Preview):
+            self._index.preview(self.slot, lane.rank, events)
+            return
+        applied = self._index.apply(self.slot, lane.rank, events)
+        self.totals.add(applied)
+        if applied.removed or applied.ignored:
+            unknown = applied.ignored.get("unknown_removal", 0)
+            self._add(lane, lane.state.on_applied(sum(applied.removed.values()), unknown, self._clock()), first=True)
 
     # ------------------------------------------------------------------ sockets
 
-    async def _wait(self, subscription: zmq.Socket[bytes]) -> None:
-        """Until a socket has something, the state's deadline is reached, or `resync` is called."""
+    async def _wait(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        """Until a socket has something, the state's deadline is reached, or somebody wants something."""
         loop = asyncio.get_running_loop()
-        sockets = [subscription] if self._replay is None else [subscription, self._replay]
+        sockets = [subscription, monitor] if self._replay is None else [subscription, monitor, self._replay]
         descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets]
         deadline = self._state.deadline
         wait_s = None if deadline is None else max(0.0, deadline - self._clock())
@@ -281,7 +398,7 @@ class KvFeed:
             loop.add_reader(descriptor, self._wake.set)
         try:
             # The descriptor tells of changes only: what came before it was watched must be asked for.
-            if self._resync_wanted or any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket in sockets):
+            if self._wanted or any(_readable(socket) for socket in sockets):
                 return
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()
@@ -325,6 +442,21 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.IPV6, 1)
+
+
+@contextmanager
+def _monitored(socket: zmq.Socket[bytes]) -> Iterator[zmq.Socket[bytes]]:
+    """A socket that brings a message for each connection of `socket` that is ready."""
+    monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
+    try:
+        yield monitor
+    finally:
+        socket.disable_monitor()
+        monitor.close(linger=0)
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:

@@ -22,7 +22,7 @@ import pytest
 
 from gateway.api import parse_request
 from gateway.kv.events import KvBatch, Message, decode_batch, parse_live
-from gateway.kv.feed_state import FeedPhase
+from gateway.kv.feed_words import FeedPhase
 from gateway.kv.index import KvIndex
 from gateway.prefix import PromptHasher
 from gateway.records import (

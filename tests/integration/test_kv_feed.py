@@ -17,7 +17,8 @@ import pytest
 import uvloop
 import zmq
 
-from gateway.kv.feed_state import FeedLimits, FeedPhase, FeedState
+from gateway.kv.feed_state import FeedState
+from gateway.kv.feed_words import FeedLimits, FeedPhase
 from gateway.kv.index import KvIndex
 from gateway.records import EventSource, Slot, Tier, WorkerId
 from gateway.upstream.kv_feed import KvFeed, TurnLimits

@@ -9,69 +9,34 @@ import msgspec
 import pytest
 
 from gateway.kv.events import KvBatch, decode_batch, parse_live
-from gateway.kv.feed_state import Action, Apply, AskReplay, FeedLimits, FeedPhase, FeedState, Purge
+from gateway.kv.feed_state import FeedState
+from gateway.kv.feed_words import Apply, AskReplay, EndPreview, FeedLimits, FeedPhase, Preview, Purge
 from gateway.kv.index import KvIndex
 from gateway.records import EngineKind, Slot, Tier, TrustState
+from tests.following import live, payload, replay, short, started
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kv_events"
-
-
-def payload(ts: float) -> bytes:
-    return msgspec.msgpack.encode([ts, [], 0])
-
-
-def live(feed: FeedState, *numbers: int, now: float = 0.0) -> list[Action]:
-    """Live batches whose own time grows with their number."""
-    return [action for seq in numbers for action in feed.on_live(seq, payload(100.0 + seq), now)]
-
-
-def replay(feed: FeedState, *numbers: int, now: float = 0.0) -> list[Action]:
-    return [action for seq in numbers for action in feed.on_replay(seq, payload(100.0 + seq), now)]
-
-
-def short(actions: list[Action]) -> list[object]:
-    """Applied numbers as they are, questions as `ask N`, purges by their reason."""
-    words: list[object] = []
-    for action in actions:
-        match action:
-            case Apply():
-                words.append(action.seq)
-            case AskReplay():
-                words.append(f"ask {action.from_seq}")
-            case Purge():
-                words.append(action.reason)
-    return words
-
-
-def started(*, can_replay: bool = True, limits: FeedLimits | None = None) -> FeedState:
-    """A feed that is live, with batches 0 to 2 applied."""
-    feed = FeedState(can_replay=can_replay, limits=limits)
-    feed.on_connected(0.0)
-    if can_replay:
-        replay(feed, 0, 1, 2)
-        feed.on_replay_end(0.0)
-    else:
-        live(feed, 0, 1, 2)
-    assert feed.phase is FeedPhase.LIVE
-    return feed
 
 
 # ---------------------------------------------------------------- start
 
 
-def test_start_replays_from_zero_and_buffers_live_batches() -> None:
+def test_start_replays_from_zero_while_live_batches_are_shown() -> None:
     feed = FeedState(can_replay=True)
     assert (feed.phase, feed.caught_up) == (FeedPhase.STARTING, False)
     assert short(feed.on_connected(0.0)) == ["ask 0"]
     assert (feed.phase, feed.caught_up) == (FeedPhase.REPLAYING, False)
-    assert live(feed, 2, 3) == []
-    assert short(replay(feed, 0, 1, 2)) == [0, 1, 2]
-    assert short(feed.on_replay_end(0.0)) == [3]
-    assert (feed.phase, feed.caught_up, feed.expected) == (FeedPhase.LIVE, True, 4)
-    assert short(live(feed, 4)) == [4]
-    assert (feed.counters.batches, feed.counters.gaps, feed.counters.resets) == (5, 0, 0)
+    assert short(live(feed, 3, 4)) == ["show 3", "show 4"]
+    assert short(replay(feed, 0, 1)) == [0, 1]
+    assert (feed.asking, feed.caught_up) == (True, False)
+    # The replay has reached what came live: its end need not be waited for.
+    assert short(replay(feed, 2, 3)) == [2, 3, 4, "end"]
+    assert feed.on_replay_end(0.0) == []
+    assert (feed.phase, feed.caught_up, feed.asking, feed.expected) == (FeedPhase.LIVE, True, False, 5)
+    assert short(live(feed, 5)) == [5]
+    assert (feed.counters.batches, feed.counters.gaps, feed.counters.resets) == (6, 0, 0)
     assert feed.counters.replays == {"complete": 1}
-    assert feed.counters.last_event_unix == 104.0
+    assert feed.counters.last_event_unix == 105.0
 
 
 def test_what_a_replay_was_faster_with_is_dropped() -> None:
@@ -82,9 +47,8 @@ def test_what_a_replay_was_faster_with_is_dropped() -> None:
 
 def test_batches_between_replay_and_subscription_are_asked_for() -> None:
     feed = started()
-    assert short(live(feed, 5)) == ["ask 3"]
-    assert short(replay(feed, 3, 4, 5)) == [3, 4, 5]
-    assert short(feed.on_replay_end(0.0)) == []
+    assert short(live(feed, 5)) == ["ask 3", "show 5"]
+    assert short(replay(feed, 3, 4)) == [3, 4, 5, "end"]
     assert feed.phase is FeedPhase.LIVE
 
 
@@ -100,9 +64,9 @@ def test_first_live_number_after_an_empty_replay_is_not_zero() -> None:
     feed = FeedState(can_replay=True)
     feed.on_connected(0.0)
     feed.on_replay_end(0.0)
-    assert short(live(feed, 2)) == ["ask 0"]
+    assert short(live(feed, 2)) == ["ask 0", "show 2"]
     assert feed.counters.gaps == 0
-    assert short(replay(feed, 0, 1, 2)) == [0, 1, 2]
+    assert short(replay(feed, 0, 1, 2)) == [0, 1, 2, "end"]
 
 
 def test_without_replay_a_late_start_is_known_to_be_partial() -> None:
@@ -123,18 +87,52 @@ def test_trimmed_history_at_start() -> None:
     assert feed.counters.replays == {"history_gone": 1}
 
 
+def test_nobody_there_at_the_start() -> None:
+    feed = FeedState(can_replay=True, limits=FeedLimits(connect_timeout_s=5.0))
+    feed.on_opened(10.0)
+    assert (feed.phase, feed.deadline) == (FeedPhase.STARTING, 15.0)
+    assert feed.on_tick(14.9) == []
+    assert feed.on_tick(15.0) == []
+    assert (feed.phase, feed.caught_up, feed.trust) == (FeedPhase.LOST, True, TrustState.BLIND)
+    assert short(feed.on_connected(400.0)) == ["ask 0"]
+    replay(feed, 0)
+    feed.on_replay_end(400.0)
+    assert feed.phase is FeedPhase.LIVE
+
+
+def test_a_publisher_that_counts_from_one_in_milliseconds_misses_nothing() -> None:
+    feed = FeedState(can_replay=False)
+    feed.on_connected(0.0)
+    for seq in (1, 2):
+        millis = msgspec.msgpack.encode([1_700_000_000_000 + seq, [], 0])
+        assert short(feed.on_live(seq, millis, 0.0)) == [seq]
+    assert (feed.phase, feed.counters.gaps) == (FeedPhase.LIVE, 0)
+    assert feed.counters.last_event_unix == 1_700_000_000.002
+    assert short(feed.on_live(1, msgspec.msgpack.encode([1_700_000_001_000, [], 0]), 0.0)) == ["restart", 1]
+    assert (feed.phase, feed.counters.resets) == (FeedPhase.LIVE, 1)
+
+
 # ---------------------------------------------------------------- gaps
 
 
-def test_a_gap_is_replayed_while_live_batches_wait() -> None:
+def test_a_gap_is_replayed_while_live_batches_are_shown() -> None:
     feed = started()
-    assert short(live(feed, 5, 6)) == ["ask 3"]
-    assert not feed.caught_up
-    assert short(replay(feed, 3, 4, 5)) == [3, 4, 5]
-    assert short(feed.on_replay_end(0.0)) == [6]
-    assert feed.phase is FeedPhase.LIVE
+    assert short(live(feed, 5, 6)) == ["ask 3", "show 5", "show 6"]
+    assert (feed.phase, feed.caught_up, feed.asking) == (FeedPhase.REPAIRING, False, True)
+    assert short(replay(feed, 3)) == [3]
+    assert short(replay(feed, 4)) == [4, 5, 6, "end"]
+    assert (feed.phase, feed.asking, feed.deadline) == (FeedPhase.LIVE, False, None)
+    assert replay(feed, 5, 6) == []
     assert feed.counters.gaps == 1
     assert sum(feed.counters.purges.values()) == 0
+
+
+def test_a_second_gap_behind_a_gap() -> None:
+    feed = started()
+    assert short(live(feed, 5, 8)) == ["ask 3", "show 5", "show 8"]
+    assert short(replay(feed, 3, 4)) == [3, 4, 5, "ask 6"]
+    assert short(replay(feed, 6, 7)) == [6, 7, 8, "end"]
+    assert (feed.phase, feed.counters.gaps) == (FeedPhase.LIVE, 2)
 
 
 def test_a_gap_without_replay_purges_and_goes_on() -> None:
@@ -147,10 +145,9 @@ def test_a_gap_without_replay_purges_and_goes_on() -> None:
 
 def test_a_gap_whose_history_is_gone_purges_and_goes_on_from_there() -> None:
     feed = started()
-    live(feed, 9)
+    live(feed, 9, 10)
     assert short(replay(feed, 6, 7)) == ["history_gone", 6, 7]
-    assert short(replay(feed, 8, 9)) == [8, 9]
-    feed.on_replay_end(0.0)
+    assert short(replay(feed, 8)) == [8, 9, 10, "end"]
     assert feed.phase is FeedPhase.LOST
     assert feed.counters.replays == {"complete": 1, "history_gone": 1}
 
@@ -160,18 +157,75 @@ def test_a_hole_inside_a_replay_is_asked_for_once_and_then_taken_for_lost() -> N
     live(feed, 8)
     assert short(replay(feed, 3, 5)) == [3, "ask 4"]
     assert short(replay(feed, 5, 6)) == ["history_gone", 5, 6]
-    assert short(replay(feed, 7)) == [7]
-    assert short(feed.on_replay_end(0.0)) == [8]
+    assert short(replay(feed, 7)) == [7, 8, "end"]
     assert feed.phase is FeedPhase.LOST
 
 
 def test_an_engine_that_never_has_the_missing_batch_is_not_asked_for_ever() -> None:
+    feed = started(limits=FeedLimits(reply_timeout_s=1.0, replay_tries=3))
+    assert short(live(feed, 5, now=10.0)) == ["ask 3", "show 5"]
+    assert feed.on_replay_end(10.0) == []
+    assert (feed.asking, feed.deadline) == (False, 11.0)
+    assert short(feed.on_tick(11.0)) == ["ask 3"]
+    feed.on_replay_end(11.0)
+    assert short(feed.on_tick(13.0)) == ["ask 3"]
+    assert short(feed.on_replay_end(13.0)) == ["gap", 5, "end"]
+    assert feed.phase is FeedPhase.LOST
+
+
+def test_no_more_than_six_tries_a_minute() -> None:
     feed = started()
-    questions = short(live(feed, 5))
-    while feed.phase is FeedPhase.REPLAYING:
-        questions += short(feed.on_replay_end(0.0))
-        assert len(questions) < 10
-    assert questions == ["ask 3", "ask 3", "ask 3", "gap", 5]
+    asked: list[float] = [0.0]
+    seq = 3
+    for second in range(1, 240):
+        now = float(second)
+        actions = live(feed, seq + 1, now=now)  # every other batch is lost
+        deadline = feed.deadline
+        if deadline is not None and now >= deadline:
+            actions += feed.on_tick(now)
+        asked += [now for action in actions if isinstance(action, AskReplay)]
+        if feed.asking:
+            replay(feed, *range(feed.expected, seq + 2), now=now)
+        seq += 2
+    assert len(asked) >= 20
+    assert all(later - first >= 60.0 for first, later in zip(asked, asked[6:], strict=False))
+    assert sum(feed.counters.purges.values()) == 0
+
+
+def test_what_follows_a_try_that_brought_something_is_no_new_try() -> None:
+    feed = FeedState(can_replay=True, limits=FeedLimits(reply_timeout_s=1.0))
+    feed.on_connected(0.0)
+    for number in range(20):
+        replay(feed, number, now=float(number))
+        assert short(feed.on_tick(number + 1.0)) == [f"ask {number + 1}"]
+
+
+# ---------------------------------------------------------------- clears
+
+
+def test_a_clear_that_waits_makes_what_is_missing_needless() -> None:
+    feed = started()
+    live(feed, 5, 6)
+    assert short(feed.on_cleared(6, 0.0)) == [6, "end"]
+    assert (feed.phase, feed.asking, feed.deadline) == (FeedPhase.LIVE, False, None)
+    assert replay(feed, 3, 4, 5) == []
+    assert short(live(feed, 7)) == [7]
+
+
+def test_a_clear_ends_a_loss() -> None:
+    feed = started(can_replay=False)
+    live(feed, 9)
+    assert feed.phase is FeedPhase.LOST
+    live(feed, 10)
+    assert feed.on_cleared(10, 0.0) == []
+    assert (feed.phase, feed.trust) == (FeedPhase.LIVE, TrustState.TRUSTED)
+
+
+def test_a_clear_before_a_loss_says_nothing_about_it() -> None:
+    feed = started(can_replay=False)
+    live(feed, 3, 9)
+    assert feed.on_cleared(3, 0.0) == []
+    assert feed.phase is FeedPhase.LOST
 
 
 # ---------------------------------------------------------------- replays that stop early
@@ -192,20 +246,20 @@ def test_silence_asks_again_from_the_next_missing_number() -> None:
 
 def test_tries_in_vain_are_bounded_and_get_slower() -> None:
     feed = started(limits=FeedLimits(reply_timeout_s=1.0, replay_tries=3, replay_rest_s=60.0))
-    assert short(live(feed, 5, now=100.0)) == ["ask 3"]
+    assert short(live(feed, 5, now=100.0)) == ["ask 3", "show 5"]
     assert feed.deadline == 101.0
     assert short(feed.on_tick(101.0)) == ["ask 3"]
     assert feed.deadline == 103.0
     assert short(feed.on_tick(103.0)) == ["ask 3"]
     assert feed.deadline == 107.0
     live(feed, 6, 8, now=104.0)
-    assert short(feed.on_tick(107.0)) == ["gap", 5, 6, "gap", 8]
-    assert feed.phase is FeedPhase.LOST
+    assert short(feed.on_tick(107.0)) == ["gap", 5, 6, "gap", 8, "end"]
+    assert (feed.phase, feed.deadline) == (FeedPhase.LOST, 167.0)
     assert feed.on_tick(110.0) == []
     assert feed.counters.replays == {"complete": 1, "timed_out": 1, "unavailable": 1}
     # The replay rests: the next gap purges at once. After the rest it is asked again.
     assert short(live(feed, 10, now=120.0)) == ["gap", 10]
-    assert short(live(feed, 12, now=167.0)) == ["ask 11"]
+    assert short(live(feed, 12, now=167.0)) == ["ask 11", "show 12"]
 
 
 def test_an_unanswered_start_ends_in_a_partial_view() -> None:
@@ -221,7 +275,7 @@ def test_a_missing_end_marker_after_everything_came_loses_nothing() -> None:
     feed = FeedState(can_replay=True)
     feed.on_connected(0.0)
     replay(feed, 0, 1)
-    for now in (1.0, 2.0, 4.0, 8.0):
+    for now in (1.0, 2.0, 4.0, 8.0, 16.0):
         feed.on_tick(now)
     assert (feed.phase, feed.expected) == (FeedPhase.LIVE, 2)
     assert short(live(feed, 2, now=9.0)) == [2]
@@ -235,74 +289,6 @@ def test_late_replies_change_nothing() -> None:
     assert short(live(feed, 3)) == [3]
 
 
-# ---------------------------------------------------------------- restarts
-
-
-def test_a_number_that_falls_is_a_restart() -> None:
-    feed = started()
-    live(feed, 3, 4)
-    assert short(feed.on_live(0, payload(900.0), 1.0)) == ["restart", 0]
-    assert feed.phase is FeedPhase.LIVE
-    assert feed.counters.resets == 1
-    assert short(live(feed, 1, 2)) == [1, 2]
-
-
-def test_a_repeated_number_is_a_restart_too() -> None:
-    feed = started(can_replay=False)
-    assert short(feed.on_live(2, payload(900.0), 1.0)) == ["restart", 2]
-    assert feed.phase is FeedPhase.LOST
-
-
-def test_a_restart_seen_late_is_replayed_from_zero() -> None:
-    feed = started()
-    live(feed, 3, 4, 5)
-    assert short(feed.on_live(2, payload(900.0), 1.0)) == ["restart", "ask 0"]
-    assert short([*feed.on_replay(0, payload(898.0), 1.0), *feed.on_replay(1, payload(899.0), 1.0)]) == [0, 1]
-    assert short(feed.on_replay(2, payload(900.0), 1.0)) == [2]
-    assert feed.on_replay_end(1.0) == []
-    assert feed.phase is FeedPhase.LIVE
-
-
-def test_a_restart_between_replay_and_first_live_batch_is_told_by_its_time() -> None:
-    feed = started()
-    assert short(feed.on_live(0, payload(900.0), 1.0)) == ["restart", 0]
-
-
-def test_a_restart_during_a_replay() -> None:
-    feed = started()
-    live(feed, 6, 7)
-    assert short(feed.on_live(0, payload(900.0), 1.0)) == ["restart", 0]
-    assert replay(feed, 3, 4) == []
-    assert short(feed.on_live(1, payload(901.0), 1.0)) == [1]
-
-
-# ---------------------------------------------------------------- trust
-
-
-def test_trust_follows_what_was_heard() -> None:
-    feed = FeedState(can_replay=True, limits=FeedLimits(replay_tries=1))
-    seen = [feed.trust]
-    feed.on_connected(0.0)
-    seen.append(feed.trust)
-    feed.on_replay_end(0.0)
-    seen.append(feed.trust)
-    live(feed, 0, 4)
-    seen.append(feed.trust)
-    feed.on_tick(1.0)
-    seen.append(feed.trust)
-    assert seen == ["catching_up", "catching_up", "trusted", "catching_up", "uncertain"]
-
-
-def test_a_feed_nothing_was_ever_heard_on_is_blind() -> None:
-    for feed in (FeedState(can_replay=False), FeedState(can_replay=True, limits=FeedLimits(replay_tries=1))):
-        feed.on_connected(0.0)
-        feed.on_tick(1.0)
-        assert feed.caught_up
-        assert feed.trust is TrustState.BLIND
-    live(feed, 7)
-    assert feed.trust is TrustState.UNCERTAIN
-
-
 # ---------------------------------------------------------------- the rest
 
 
@@ -312,7 +298,13 @@ def test_resync_purges_and_replays() -> None:
     replay(feed, 0, 1, 2, now=5.0)
     feed.on_replay_end(5.0)
     assert feed.phase is FeedPhase.LIVE
-    assert short(feed.on_connected(6.0)) == ["resync", "ask 0"]
+
+
+def test_a_feed_that_broke_off_is_learned_anew() -> None:
+    feed = started()
+    assert short(feed.on_opened(5.0)) == ["reopened"]
+    assert feed.phase is FeedPhase.STARTING
+    assert short(feed.on_connected(6.0)) == ["ask 0"]
 
 
 def test_resync_without_replay_takes_what_comes() -> None:
@@ -333,11 +325,10 @@ def test_an_undecodable_batch_purges() -> None:
 @pytest.mark.parametrize("limits", [FeedLimits(buffered_batches=2), FeedLimits(buffered_bytes=2 * len(payload(1.0)))])
 def test_the_buffer_is_bounded_and_its_overflow_comes_back_as_a_gap(limits: FeedLimits) -> None:
     feed = started(limits=limits)
-    live(feed, 4, 5, 6, 7)
+    assert short(live(feed, 4, 5, 6, 7)) == ["ask 3", "show 4", "show 5"]
     assert feed.counters.buffer_overflows == 2
-    replay(feed, 3)
-    assert short(feed.on_replay_end(0.0)) == [4, 5]
-    assert short(live(feed, 8)) == ["ask 6"]
+    assert short(replay(feed, 3)) == [3, 4, 5, "end"]
+    assert short(live(feed, 8)) == ["ask 6", "show 8"]
 
 
 # ---------------------------------------------------------------- golden scenarios, with the index
@@ -368,7 +359,7 @@ def test_golden_scenario(name: str, engine: EngineKind, resets: int, gaps: int) 
                     index.apply(worker, 0, batch.events)
                 case Purge():
                     index.purge(worker, 0)
-                case AskReplay():
+                case AskReplay() | Preview() | EndPreview():
                     pytest.fail("there is no replay here")
         if decoded["resident_after"] is not None:
             expected = {value % 2**64 for value in decoded["resident_after"]}

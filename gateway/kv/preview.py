@@ -1,0 +1,58 @@
+"""Batches shown before their turn: what a rank announces while earlier batches of it are missing.
+
+Rules:
+1. A preview never changes the rank's own table but for hiding: stores go to a table laid over it, a removal of a block
+   of the rank's own takes it out and notes how to put it back.
+2. Before the next batch in order is applied, everything hidden is put back, so that it finds the table as it should be.
+3. What is laid over goes when every previewed batch has been applied, or with the rank's own blocks.
+
+So a preview may be wrong (the missing batches may say otherwise), but it leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.kv.events import KvEvent, Removed, Stored
+from gateway.kv.ingest import Placement, Tally
+from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
+from gateway.records import BlockKey, EngineHash
+
+
+class Preview:
+    """What is shown of one rank before its turn."""
+
+    __slots__ = ("_hidden", "_table", "over")
+
+    def __init__(self, table: RankTable, orphan_limit: int) -> None:
+        self._table = table
+        self.over = RankTable(orphan_limit, below=table)
+        self._hidden: list[tuple[int, EngineHash, tuple[BlockKey, ...]]] = []
+
+    def show(self, placement: Placement, worker: WorkerTable, events: Sequence[KvEvent]) -> None:
+        """Show events. A clear hides nothing: the feed then needs no preview."""
+        tally = Tally()
+        for event in events:
+            if type(event) is Stored:
+                placement.apply(worker, self.over, (event,), tally)
+            elif type(event) is Removed and self._table.measures(event.group, None):
+                self._remove(placement, worker, event, tally)
+
+    def put_back(self, placement: Placement, worker: WorkerTable) -> None:
+        """Undo what was hidden, the last first."""
+        tally = Tally()
+        while self._hidden:
+            tier, engine_hash, keys = self._hidden.pop()
+            placement.place(worker, self._table, tier, engine_hash, keys, tally)
+
+    def _remove(self, placement: Placement, worker: WorkerTable, event: Removed, tally: Tally) -> None:
+        tier = TIER_INDEX[event.tier]
+        for engine_hash in event.hashes:
+            one = (Removed([engine_hash], TIERS[tier], event.group),)
+            shown = engine_hash in self.over.held[tier]
+            if shown:
+                placement.apply(worker, self.over, one, tally)
+            if engine_hash in self._table.held[tier] and not (shown and worker.counted):
+                keys = (*self._table.heads_of(engine_hash), self._table.held[tier][engine_hash])
+                self._hidden.append((tier, engine_hash, keys))
+                placement.apply(worker, self._table, one, tally)
