@@ -51,26 +51,21 @@ class Check(NamedTuple):
 
 
 class Window:
-    """The last checked predictions: how many, how many missed, and of those that speak against the events (`against`)
-    the shares that were not delivered, summed up (`lost`)."""
+    """The last checked predictions: how many, how many missed, and how many of these speak against the events."""
 
-    __slots__ = ("_entries", "against", "lost", "missed")
+    __slots__ = ("_entries", "against", "missed")
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[float, bool, float]] = deque()
+        self._entries: deque[tuple[float, bool, bool]] = deque()
         self.missed = self.against = 0
-        self.lost = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, now: float, *, missed: bool, lost: float) -> None:
-        self._entries.append((now, missed, lost))
-        if missed:
-            self.missed += 1
-        if lost:
-            self.against += 1
-            self.lost += lost
+    def add(self, now: float, *, missed: bool, against: bool) -> None:
+        self._entries.append((now, missed, against))
+        self.missed += missed
+        self.against += against
         if len(self._entries) > WINDOW:
             self._drop()
 
@@ -80,20 +75,17 @@ class Window:
 
     def absolve(self) -> None:
         """The index was learned anew: what spoke against the one before says nothing of this one."""
-        self._entries = deque((at, missed, 0.0) for at, missed, _ in self._entries)
-        self.against, self.lost = 0, 0.0
+        self._entries = deque((at, missed, False) for at, missed, _ in self._entries)
+        self.against = 0
 
     def earliest_against(self) -> float | None:
         """When the first request ended that speaks against the events."""
-        return next((at for at, _, lost in self._entries if lost), None)
+        return next((at for at, _, against in self._entries if against), None)
 
     def _drop(self) -> None:
-        _, missed, lost = self._entries.popleft()
-        if missed:
-            self.missed -= 1
-        if lost:
-            self.against -= 1
-            self.lost = self.lost - lost if self.against else 0.0
+        _, missed, against = self._entries.popleft()
+        self.missed -= missed
+        self.against -= against
 
 
 @dataclass(slots=True)
@@ -145,11 +137,12 @@ class Strangers:
             for model, runs in islice(found, _FINDINGS_SHOWN)
         )
 
-    def observe(self, check: Check, now: float, *, against: bool) -> None:
-        """A request of a worker whose feed is whole. `against`: it speaks against the events."""
+    def observe(self, check: Check, now: float, *, against: bool, whole: bool) -> None:
+        """A request has ended. `against`: it speaks against the events. `whole`: the worker's feed misses nothing, so
+        that what speaks of strange blocks counts."""
         size = check.block_size
-        nothing = against and check.delivered < size and check.announced > size
-        unannounced = check.delivered > check.predicted + size and now - self.emptied_at > _GRACE_S
+        nothing = whole and against and check.delivered < size and check.announced > size
+        unannounced = whole and check.delivered > check.predicted + size and now - self.emptied_at > _GRACE_S
         shown = min(check.announced, check.delivered) >= size and not unannounced
         if not (nothing or unannounced or shown):
             return

@@ -6,7 +6,7 @@ request that can be checked moves its odds by the likelihood ratio. So one miss 
 row without a sign from the feed are enough, and hits bring it back as fast.
 
     factor = P + (1 - P) * delivered share of the last few requests
-             and, while tightened, at most the delivered share of the window
+             and, while tightened, at most the delivered share of the last twenty or so
 
 Rules:
 1. Distrust lowers the credit of an overlap and never blocks: the factor stays at `FLOOR` or above.
@@ -61,6 +61,9 @@ _DOUBTFUL: Final = 0.5
 _BELIEVED: Final = 0.8
 """P below which a worker is contradicted, and above which it no longer is."""
 
+_AVERAGED: Final = 0.05
+"""The same over twenty requests: what to expect of a worker that delivers now and then."""
+
 _UNKNOWN_SHARE: Final = 0.5
 """Share taken to be delivered of a doubted index before any request tells."""
 
@@ -104,6 +107,7 @@ class Trust:
 
     __slots__ = (
         "_at",
+        "_average",
         "_hit_since",
         "_lapses",
         "_odds",
@@ -137,6 +141,7 @@ class Trust:
         """Times the index was to be learned anew."""
         self._odds = _log_odds(_PRIORS[self.feed].right)
         self._share = _UNKNOWN_SHARE
+        self._average = 1.0
         self._sure = True
         """Feed whole, P at its bound, refresh at ease: a further hit changes nothing."""
         self._at = 0.0
@@ -210,11 +215,12 @@ class Trust:
         against = missed and check.doubts and not check.relearned
         share = min(1.0, check.delivered / check.announced) if missed and check.announced else 1.0
         if check.predicted > check.block_size:
-            self._window.add(now, missed=missed, lost=1.0 - share if against else 0.0)
+            self._window.add(now, missed=missed, against=against)
         if check.announced > check.block_size and not check.relearned and (against or not missed):
             self._weigh(check, share)
-        if not check.relearned and self.feed is TrustState.TRUSTED:
-            self._strangers.observe(check, now, against=against)
+        if not check.relearned:
+            whole = self.feed is TrustState.TRUSTED
+            self._strangers.observe(check, now, against=against, whole=whole)
         self._refit(now)
 
     def tick(self, now: float) -> None:
@@ -257,6 +263,7 @@ class Trust:
         miss = math.log(usual / (1.0 - _WRONG_DELIVERS))
         self._put(_probability(self._odds + share * hit + (1.0 - share) * miss))
         self._share += _RECENT * (share - self._share)
+        self._average += _AVERAGED * (share - self._average)
         if share > 0.5:
             self._hit_since = True
             self.doubted_since = None
@@ -267,12 +274,13 @@ class Trust:
         """The usual case, without the arithmetic: nothing is doubted, and this request is no reason to."""
         self._at = now
         if check.predicted > check.block_size:
-            self._window.add(now, missed=False, lost=0.0)
+            self._window.add(now, missed=False, against=False)
             self._share += _RECENT * (1.0 - self._share)
+            self._average += _AVERAGED * (1.0 - self._average)
             self._hit_since = True
             self.doubted_since = None
         if not check.relearned:
-            self._strangers.observe(check, now, against=False)
+            self._strangers.observe(check, now, against=False, whole=True)
 
     def _pass(self, now: float) -> None:
         """Rule 3: P fades towards the feed's prior, the delivered share towards the unknown."""
@@ -284,6 +292,7 @@ class Trust:
         prior = _PRIORS[self.feed].right
         self._put(prior + (_probability(self._odds) - prior) * kept)
         self._share = _UNKNOWN_SHARE + (self._share - _UNKNOWN_SHARE) * kept
+        self._average = 1.0 + (self._average - 1.0) * kept
         self._window.expire(now)
 
     def _put(self, right: float) -> None:
@@ -296,20 +305,22 @@ class Trust:
             self.contradicted = True
             self._lapses = 0 if self._hit_since else min(self._lapses + 1, _SLOWEST)
             self._hit_since = False
-        elif (
-            self.contradicted
-            and self.feed is not TrustState.CATCHING_UP
-            and right > min(_BELIEVED, _PRIORS[self.feed].right - 0.05)
-        ):
+        elif self.contradicted and right > self._enough():
             self.contradicted = False
         self._retighten(now)
         factor = right + (1.0 - right) * self._share
-        if self.tightened and len(self._window) >= LEAST_PREDICTIONS:
-            factor = min(factor, 1.0 - self._window.lost / len(self._window))
+        if self.tightened and self.miss_rate is not None:
+            factor = min(factor, self._average)
         self.factor = 1.0 if factor >= _FULL else max(FLOOR, factor)
         self._sure = (
             right >= _PRIORS[TrustState.TRUSTED].right and self.feed is TrustState.TRUSTED and not self.tightened
         )
+
+    def _enough(self) -> float:
+        """P above which a contradicted worker no longer is: no more than time alone brings, but for a feed that catches
+        up, whose state will not last."""
+        prior = _PRIORS[self.feed].right
+        return _BELIEVED if self.feed is TrustState.CATCHING_UP else min(_BELIEVED, prior - 0.05)
 
     def _retighten(self, now: float) -> None:
         rate = self.miss_rate

@@ -13,7 +13,7 @@ from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
 from gateway.policy import make_policy
-from gateway.pool import Fleet, WorkerState
+from gateway.pool import Fleet, Worker, WorkerState
 from gateway.records import (
     Chain,
     Ending,
@@ -27,6 +27,7 @@ from gateway.records import (
     PrefixBlocks,
     PrefixMode,
     Result,
+    Slot,
     StageTimes,
     Tier,
     TokenPrompt,
@@ -55,6 +56,12 @@ class Bench:
         facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), block_size=SIZE, kv_blocks=4096, max_model_len=max_model_len)
         worker = self.fleet.add(WorkerSpec(WorkerId(name), f"http://{name}:8000"), facts, 0.0)
         self.index.bind(worker.slot, block_size=SIZE)
+
+    def worker(self, name: str) -> Worker:
+        return self.fleet.workers[WorkerId(name)]
+
+    def slot(self, name: str) -> Slot:
+        return self.worker(name).slot
 
     def hold(self, name: str, tokens: list[int], *, tier: Tier = Tier.GPU) -> None:
         """The worker announces the full blocks of `tokens`."""
