@@ -76,7 +76,9 @@ class LoadPoller:
         self._line = PollLine(spec.url, api_key=spec.api_key) if plain else None
         self._on_sample = on_sample
         self._random = random
-        self._usual_s = self._poll_s = poll_s
+        self._usual_s = poll_s
+        self.period_s = poll_s
+        """Seconds between two polls now."""
         self._timeout_s = timeout_s
         self._loads_missing = engine is not EngineKind.SGLANG
         self._counters: Samples = {}
@@ -85,16 +87,16 @@ class LoadPoller:
     async def run(self) -> None:
         """Never returns. The first poll comes after a small part of a period: a fleet's polls do not start as one."""
         try:
-            await asyncio.sleep(self._poll_s * self._random.random() * JITTER)
+            await asyncio.sleep(self.period_s * self._random.random() * JITTER)
             while True:
                 await self.poll()
-                await asyncio.sleep(self._poll_s * self._random.uniform(1 - JITTER, 1 + JITTER))
+                await asyncio.sleep(self.period_s * self._random.uniform(1 - JITTER, 1 + JITTER))
         finally:
             self.close()
 
     def tighten(self, on: bool) -> None:
         """Poll more often from the next poll on, or as usual again."""
-        self._poll_s = min(self._usual_s, max(LEAST_POLL_S, self._usual_s / TIGHTENED)) if on else self._usual_s
+        self.period_s = min(self._usual_s, max(LEAST_POLL_S, self._usual_s / TIGHTENED)) if on else self._usual_s
 
     def close(self) -> None:
         """Drop the kept connection; a later poll opens one."""

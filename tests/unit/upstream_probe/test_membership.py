@@ -17,7 +17,7 @@ from gateway.errors import FleetFull
 from gateway.kv import KvIndex
 from gateway.kv.events import Cleared
 from gateway.pool import Fleet, WorkerState
-from gateway.records import RankChoice, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import RankChoice, TrustState, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.membership import Membership, MembershipSettings
 
@@ -185,6 +185,37 @@ async def test_a_look_asked_for_while_a_probe_runs_is_not_lost(stand: Stand) -> 
             await asyncio.sleep(0.001)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_tightened_worker_is_polled_four_times_as_often_until_it_relaxes(stand: Stand) -> None:
+    await stand.membership.add(spec(W1))
+    poller = stand.membership.members[W1].poller
+    assert poller is not None
+    assert poller.period_s == 1.0
+    stand.membership.tighten(W1, True)
+    assert poller.period_s == 0.25
+    stand.membership.tighten(W1, False)
+    assert poller.period_s == 1.0
+    stand.membership.tighten(WorkerId("nobody"), True)
+
+
+async def test_a_worker_is_believed_as_far_as_its_worst_feed(stand: Stand) -> None:
+    await stand.membership.add(spec(W1))
+    assert stand.membership.feed_trust(W1) is TrustState.BLIND
+    await stand.membership.add(spec(W2, kv_events="tcp://127.0.0.1:5557"))
+    assert stand.membership.feed_trust(W2) is TrustState.CATCHING_UP
+    assert stand.membership.feed_trust(WorkerId("nobody")) is None
+
+
+async def test_an_index_that_is_learned_anew_is_emptied_at_once(stand: Stand) -> None:
+    await stand.membership.add(spec(W1, kv_events="tcp://127.0.0.1:5557"))
+    slot = stand.fleet.workers[W1].slot
+    before = stand.index.mark(slot)
+    stand.membership.relearn(W1, None)
+    assert stand.index.mark(slot) == before, "there is no replay: what is known is kept"
+    stand.membership.relearn(W1, 0.5)
+    assert stand.index.mark(slot).epoch > before.epoch
+    stand.membership.relearn(WorkerId("nobody"), 0.5)
 
 
 async def _run(run: Callable[[], Awaitable[None]]) -> None:
