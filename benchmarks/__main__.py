@@ -50,7 +50,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Figures of kvgate beside nginx.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: an idea in a minute instead of five")
     parser.add_argument(
-        "--only", action="append", choices=("relay", "request", "prefix", "index", "lookup", "decision", "scoring")
+        "--only",
+        action="append",
+        choices=("relay", "request", "approximate", "prefix", "index", "lookup", "decision", "scoring"),
     )
     parser.add_argument(
         "--dynamo-python", type=Path, help="Python of an environment with ai-dynamo-runtime: its radix tree beside ours"
@@ -64,6 +66,7 @@ def main() -> int:
     parts: dict[str, Callable[[], Mapping[str, object]]] = {
         "relay": lambda: asdict(relay.measure(rounds=rounds)),
         "request": lambda: request.measure(rounds=rounds),
+        "approximate": lambda: request.measure(rounds=rounds, approximate=True),
         "prefix": prefix.measure,
         "index": lambda: index.run(peer=peer()),
         "lookup": lambda: index.lookups(peer=peer()),

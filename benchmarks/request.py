@@ -1,11 +1,13 @@
 """What a whole request costs the gateway: `kvgate serve` as shipped, in front of a simulated engine.
 
-    python -m benchmarks.request [--requests 600]
+    python -m benchmarks.request [--requests 600] [--approximate]
 
 A chat of 14 KB in 8 turns, not streamed, in exact mode: rendered, found in the segment cache, hashed, looked up in an
 index that the engine's own events filled, scored, relayed, counted and logged. CPU is what the kernel charged to the
 gateway's process for each request, user and system; the stages are the gateway's own wall-clock figures
 (`kvgate_overhead_seconds`), relay and the rest is what remains. `small` is the same with a prompt of one word.
+With `--approximate` the gateway has no tokenizer, the worker no events, and the system prompt 8 KB: the text is hashed,
+and what the worker holds is learned from routing.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ _TURNS = 8
 _WORDS = "a gateway that knows where a prompt was computed before can send it there again and save the work "
 
 
-def _chat(number: int) -> bytes:
-    messages = [{"role": "system", "content": f"You are the assistant of shop {number}. {_WORDS * 40}"[:3600]}]
+def _chat(number: int, *, system_bytes: int = 3600) -> bytes:
+    system = f"You are the assistant of shop {number}. {_WORDS * 90}"
+    messages = [{"role": "system", "content": system[:system_bytes]}]
     for turn in range(_TURNS):
         messages.append({"role": "user", "content": f"Question {turn} of {number}: {_WORDS * 6}"[:560]})
         messages.append({"role": "assistant", "content": f"Answer {turn} to {number}: {_WORDS * 7}"[:640]})
@@ -50,7 +53,7 @@ def _post(body: dict[str, object]) -> bytes:
     )
 
 
-def measure(*, requests: int = 600, rounds: int = 5) -> dict[str, float]:
+def measure(*, requests: int = 600, rounds: int = 5, approximate: bool = False) -> dict[str, float]:
     """Microseconds a request, medians over the rounds. `hit` is the share of prompt tokens predicted as cached."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -64,13 +67,19 @@ def measure(*, requests: int = 600, rounds: int = 5) -> dict[str, float]:
                 log,
             )
             worker = f"http://127.0.0.1:{engine}"
+            config = folder / "kvgate.yaml"
+            events = "off" if approximate else "auto"
+            config.write_text(f"workers: [{{url: '{worker}', kv_events: {events!r}}}]\n")
+            if approximate:
+                config.write_text(config.read_text() + "models: [{name: demo}]\n")
             ports = ["--port", str(port), "--admin-port", str(admin)]
-            pid = started(stack, [*kvgate, "serve", "--worker", worker, *ports], port, log, path="/ready")
-        return uvloop.run(_measure(port, admin, pid, requests, rounds))
+            serve = [*kvgate, "serve", "--config", str(config), *ports]
+            pid = started(stack, serve, port, log, path="/ready")
+        chats = [_chat(number, system_bytes=8192 if approximate else 3600) for number in range(_CONVERSATIONS)]
+        return uvloop.run(_measure(chats, port, admin, pid, requests, rounds))
 
 
-async def _measure(port: int, admin: int, pid: int, requests: int, rounds: int) -> dict[str, float]:
-    chats = [_chat(number) for number in range(_CONVERSATIONS)]
+async def _measure(chats: list[bytes], port: int, admin: int, pid: int, requests: int, rounds: int) -> dict[str, float]:
     small = [_post({"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]})]
     loop = asyncio.get_running_loop()
     clients = [(await loop.create_connection(Client, "127.0.0.1", port))[1] for _ in range(_CONNECTIONS)]
@@ -139,5 +148,7 @@ def _overhead(admin: int) -> dict[str, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=600)
-    for name, value in measure(requests=parser.parse_args().requests).items():
+    parser.add_argument("--approximate", action="store_true")
+    given = parser.parse_args()
+    for name, value in measure(requests=given.requests, approximate=given.approximate).items():
         print(f"{name:26} {value:10.2f}")

@@ -64,7 +64,11 @@ class Checks:
         if predicted and len(blocks.chains) == 1:
             told = len(blocks.chains[0].keys) - (speculation.blocks if speculation is not None else 0)
             announced = min(predicted, told * blocks.block_size + slow)
-            events = worker.belief.feed is not TrustState.BLIND and blocks.mode is not PrefixMode.APPROXIMATE
+            events = (
+                worker.belief.feed is not TrustState.BLIND
+                and blocks.mode is not PrefixMode.APPROXIMATE
+                and (self._index.announces(worker.slot) or not self._index.learned(worker.slot))
+            )
             prediction = Prediction(predicted, announced, slow, events, *self._index.mark(worker.slot))
         first = None if instead_of is None else instead_of.first or instead_of.decision
         return Basis(worker, decision, blocks, prediction, first)
@@ -82,7 +86,9 @@ class Checks:
         if delivered is None or not basis.blocks.chains:
             return 0, None
         if decision.mode is not PrefixMode.APPROXIMATE:
-            short = missed(decision.predicted_tokens, delivered, decision.block_size)
+            # Where an engine tells the tokens, those of new text are not known yet.
+            allowed = _TEXT_ALLOWED if decision.mode is PrefixMode.ENGINE else 0.1
+            short = missed(decision.predicted_tokens, delivered, decision.block_size, allowed=allowed)
             verdict = self._judge(basis, prediction, delivered) if short and prediction is not None else None
             self._weigh(basis, delivered, verdict, now)
             return (short, verdict.cause) if verdict is not None else _passed_up(basis, delivered)

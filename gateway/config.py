@@ -85,10 +85,23 @@ class ModelSettings(_Section):
     tokenizer: Path | None = Field(
         None, description="Directory with tokenizer.json, tokenizer_config.json and chat_template.jinja."
     )
+    tokenize_at: str = Field(
+        "here",
+        description="Where token ids come from: `here`, `worker` (its render or tokenise endpoint), or the URL of a "
+        "render server. Engines are asked in the background; until they have told, prompts go by their text.",
+    )
     chat_template: Path | None = Field(None, description="Template file that replaces the tokenizer's own.")
     block_size: int | None = Field(
         None, ge=1, le=65_536, description="Tokens a block of the keys; none: learned from the workers."
     )
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> ModelSettings:
+        if self.tokenize_at not in ("here", "worker"):
+            worker_url(self.tokenize_at)
+        if self.tokenize_at != "here" and self.tokenizer is not None:
+            raise ValueError("`tokenizer` is not used with `tokenize_at`; leave one of them out")
+        return self
 
 
 class WorkerSettings(_Section):

@@ -300,14 +300,14 @@ NO_TOKENIZER = Kind(
     Severity.WARNING,
     "no_tokenizer",
     "kvgate has no tokenizer for the model, so text prompts are not matched exactly.",
-    "no tokenizer for model {model} here, so text prompts have no prefix blocks",
-    "set models[].tokenizer to the model's directory",
+    "no tokenizer for model {model} here, so prompts are matched by their text, not by the worker's events",
+    "set models[].tokenizer to the model's directory, or models[].tokenize_at to worker",
 )
 NO_CHAT_TEMPLATE = Kind(
     Severity.WARNING,
     "no_chat_template",
     "kvgate has no chat template for the model, so chats are not matched exactly.",
-    "no chat template for model {model} here, so chats have no prefix blocks",
+    "no chat template for model {model} here, so chats are matched by their text",
     "set models[].chat_template to the template the worker uses",
 )
 TOKENIZER_DIFFERS = Kind(

@@ -160,6 +160,10 @@ class PrefixBlocks:
     When it is APPROXIMATE the keys are of the prompt's text, in blocks of a fixed number of bytes; `tokens`, those of
     each chain and `block_size` are then estimates, `text_bytes` is the length they were made from (0: not to be learned
     from), and `reason` says why the tokens are not known.
+
+    When it is ENGINE the keys are of token ids that an engine told for the beginning of the prompt, the rest of
+    `tokens` is an estimate, and `text` has the blocks of the prompt's text: for workers without events, and until an
+    engine has told.
     """
 
     chains: tuple[Chain, ...]
@@ -168,6 +172,7 @@ class PrefixBlocks:
     mode: PrefixMode = PrefixMode.EXACT
     reason: str | None = None
     text_bytes: int = 0
+    text: PrefixBlocks | None = None
 
 
 # --------------------------------------------------------------------------- workers

@@ -124,6 +124,8 @@ class _Booking:
     reservation: Reservation
     speculation: Speculation | None
     blocks: PrefixBlocks
+    beside: Speculation | None = None
+    """The same for the blocks of its text, where its token ids are told by an engine."""
     remembered: Remembered | None = None
 
 
@@ -146,7 +148,8 @@ class _Ledger:
         self.open += 1
         self._fleet.reserve(worker, reservation, now)
         speculation = self._index.speculate(worker.slot, blocks, overlaps) if blocks.chains else None
-        return _Booking(worker, reservation, speculation, blocks)
+        beside = self._index.speculate(worker.slot, blocks.text) if blocks.text is not None else None
+        return _Booking(worker, reservation, speculation, blocks, beside)
 
     def prefilled(self, booking: _Booking, now: float) -> None:
         worker, blocks = booking.worker, booking.blocks
@@ -154,25 +157,31 @@ class _Ledger:
         if booking.speculation is not None:
             booking.remembered = self._index.remember(worker.slot, blocks, worker.kv_capacity, now)
             if booking.remembered is not None:
-                self._index.retract(booking.speculation)
-                booking.speculation = None
+                self._retract(booking)
                 return
             self._fading.append((now + self._ttl_s, booking.speculation))
-            booking.speculation = None
+            if booking.beside is not None:
+                self._fading.append((now + self._ttl_s, booking.beside))
+            booking.speculation = booking.beside = None
 
     def close(self, booking: _Booking, now: float) -> None:
         self.open -= 1
         self._fleet.release(booking.worker, booking.reservation, now)
-        if booking.speculation is not None:
-            self._index.retract(booking.speculation)
-            booking.speculation = None
+        self._retract(booking)
+
+    def _retract(self, booking: _Booking) -> None:
+        for speculation in (booking.speculation, booking.beside):
+            if speculation is not None:
+                self._index.retract(speculation)
+        booking.speculation = booking.beside = None
 
     def reported(self, booking: _Booking, prompt_tokens: int, cached_tokens: int, now: float) -> None:
         """The worker's own figures for a request that was remembered."""
         known, worker = booking.remembered, booking.worker
         if known is not None and prompt_tokens > 0:
             # Tokens of a text are an estimate: brought to its scale.
-            delivered = cached_tokens * booking.blocks.tokens / prompt_tokens if known.text else cached_tokens
+            text = booking.blocks.text or booking.blocks
+            delivered = cached_tokens * text.tokens / prompt_tokens if known.text else cached_tokens
             sent_at = booking.reservation.sent_at
             self._index.contradict(worker.slot, known, delivered=delivered, sent_at=sent_at, now=now)
 
@@ -306,6 +315,8 @@ class Router:
         if chains:
             overlaps = self._index.overlap(blocks, pool.mask)
             raw = overlaps.tokens_of(slots)
+            if blocks.text is not None:
+                raw = list(map(max, raw, self._index.overlap(blocks.text, pool.mask).tokens_of(slots)))
             view = self._view(pool, workers, slots, raw, overlaps)
         else:
             raw = [0] * len(workers)
@@ -545,6 +556,7 @@ def _unknown(model: str, known: Iterable[str]) -> str:
 
 def _leading(blocks: PrefixBlocks) -> int | None:
     """Name of the first prompt's leading blocks, `LEADING_TOKENS` of them or what there is."""
+    blocks = blocks.text or blocks  # the same whether an engine has told the token ids or not
     if not blocks.chains or not blocks.chains[0].keys:
         return None
     keys = blocks.chains[0].keys

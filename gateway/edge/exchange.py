@@ -23,6 +23,8 @@ from gateway.edge.gate import Edge
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
 from gateway.errors import GatewayError, NoWorker, ShuttingDown, UnknownModel, WorkerError, WorkerTimeout
+from gateway.pool import Pool
+from gateway.prefix import KnownPrompts, tellable
 from gateway.records import (
     Ending,
     Endpoint,
@@ -37,6 +39,7 @@ from gateway.records import (
 from gateway.router import Lease
 from gateway.upstream.headers import AnswerHead, Headers, request_head
 from gateway.upstream.http import UpstreamStream
+from gateway.upstream.tokenizing import Untold
 
 _log = logging.getLogger("kvgate.edge")
 
@@ -97,6 +100,7 @@ class Exchange:
         "_target",
         "_task",
         "_tried",
+        "_untold",
         "_usage_hidden",
         "declared_bytes",
         "keep_alive",
@@ -144,6 +148,7 @@ class Exchange:
         self._relay: Relay | None = None
         self._retries = 0
         self._tried: frozenset[WorkerId] = frozenset()
+        self._untold: Untold | None = None
         request_id = fields.get(b"x-request-id", b"")
         self._request_id = request_id if 0 < len(request_id) <= _MAX_ID_BYTES else edge.request_ids().encode()
         session = fields.get(edge.session_header, b"")
@@ -215,6 +220,8 @@ class Exchange:
             if work.pending:
                 await self._loop.run_in_executor(edge.executor, work.encode)
             blocks = work.blocks()
+            if hasher.known is not None:
+                self._untold = _untold(request, blocks, hasher.known, pool)
         self._located_at = self._reserved_at = self._connected_at = edge.clock()
         return blocks
 
@@ -366,8 +373,13 @@ class Exchange:
 
     def first_byte(self, now: float) -> None:
         """The first byte of a successful answer has come."""
-        if self._lease is not None:
-            self._lease.first_byte(now)
+        lease = self._lease
+        if lease is None:
+            return
+        lease.first_byte(now)
+        untold, self._untold = self._untold, None
+        if untold is not None and self._edge.ask_tokens is not None:
+            self._edge.ask_tokens(untold, lease.worker.spec)
 
     def answered(self, now: float) -> None:
         """The answer is with the client, whole."""
@@ -448,7 +460,7 @@ class Exchange:
         edge, relay = self._edge, self._relay
         edge.exchanges.discard(self)
         # Nothing may be left that only the garbage collector could take apart.
-        self._task = self._relay = None
+        self._task = self._relay = self._untold = None
         if relay is None:
             ending = Ending(result, status, now, error_code=error_code)
         else:
@@ -512,6 +524,14 @@ class Exchange:
             b"x-request-id: %b\r\nx-kvgate-worker: %b\r\nx-kvgate-predicted-tokens: %d\r\nx-kvgate-retries: %d\r\n"
             % (self._request_id, lease.worker.id.encode(), lease.decision.predicted_tokens, self._retries)
         )
+
+
+def _untold(request: InferenceRequest, blocks: PrefixBlocks, known: KnownPrompts, pool: Pool) -> Untold | None:
+    """What an engine may be asked for; None when there is nothing to learn."""
+    text = blocks.text or blocks
+    if not tellable(text) or not known.wants(text, block_size=pool.block_size):
+        return None
+    return Untold(request, text, known, pool.adapter, pool.block_size)
 
 
 def _result(error: GatewayError) -> Result:

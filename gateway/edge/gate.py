@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.prefix import PromptHasher
-from gateway.records import Outcome
+from gateway.records import Outcome, WorkerSpec
 from gateway.router import Router
 from gateway.upstream.deadlines import Deadlines
 from gateway.upstream.http import Upstream
+from gateway.upstream.tokenizing import Untold
 
 if TYPE_CHECKING:
     # An exchange holds the edge, and the edge the open exchanges.
@@ -57,6 +58,7 @@ class Edge:
         on_outcome: Callable[[Outcome], None],
         request_ids: Callable[[], str],
         on_retry: Callable[[Outcome], None] | None = None,
+        ask_tokens: Callable[[Untold, WorkerSpec], None] | None = None,
         limits: EdgeLimits | None = None,
         receipts: bool = True,
         ask_usage: bool = True,
@@ -65,7 +67,8 @@ class Edge:
         tick_s: float = 0.25,
     ) -> None:
         """`hashers` gives the hasher of a base model. `on_outcome` gets one record for every request, `on_retry` one
-        for every attempt that was followed by another. `request_ids` makes an id for a client that sent none. `tick_s`
+        for every attempt that was followed by another, `ask_tokens` each prompt whose tokens an engine is to tell, with
+        the worker that has begun to answer it. `request_ids` makes an id for a client that sent none. `tick_s`
         is the precision of the client's timeouts."""
         self.router = router
         self.hashers = hashers
@@ -74,6 +77,7 @@ class Edge:
         self.clock = clock
         self.on_outcome = on_outcome
         self.on_retry = on_retry
+        self.ask_tokens = ask_tokens
         self.request_ids = request_ids
         self.limits = limits or EdgeLimits()
         self.receipts = receipts

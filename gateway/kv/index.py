@@ -256,6 +256,7 @@ class KvIndex:
             return None
         if worker.heard and blocks.mode is not PrefixMode.APPROXIMATE:
             return None
+        blocks = blocks.text or blocks  # of token ids an engine told only the beginning is known
         learned = self._approximate.worker(worker.bit)
         remembered = self._approximate.remember(learned, blocks, capacity, worker.promises, now)
         worker.learned_blocks = learned.held_tokens // worker.block_size

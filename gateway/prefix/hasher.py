@@ -26,6 +26,7 @@ from pathlib import Path
 from gateway import keys
 from gateway.prefix.chains import ChainTree, Node, PieceCache
 from gateway.prefix.files import ModelFiles, read_model_files
+from gateway.prefix.known import KnownPrompts
 from gateway.prefix.messages import Unrenderable, conversation
 from gateway.prefix.run import Run
 from gateway.prefix.template import ChatTemplate
@@ -99,13 +100,18 @@ class PromptHasher:
         chat_template: str | None = None,
         engine: EngineKind = EngineKind.VLLM,
         clock: Callable[[], datetime] | None = None,
+        known: KnownPrompts | None = None,
         piece_cache_bytes: int = 64 << 20,
         chain_cache_bytes: int = 128 << 20,
     ) -> None:
+        """`known`: token ids are told by an engine, not found here; `files` are not used then."""
         self.engine = engine
+        self.known = known
         self.pieces = PieceCache(piece_cache_bytes)
         self.chains = ChainTree(chain_cache_bytes)
         self.tools = ToolCache(engine, _TOOL_CACHE_BYTES)
+        if known is not None:
+            files = None
         self.tokenizer = PromptTokenizer(files.tokenizer) if files is not None else None
         self.reused_chars = 0
         self.encoded_chars = 0
@@ -267,6 +273,11 @@ class PromptHasher:
             variables.setdefault("thinking", thinks)
 
 
+def tellable(blocks: PrefixBlocks) -> bool:
+    """Blocks of one text, media none: an engine's token ids are all that its keys depend on."""
+    return blocks.mode is PrefixMode.APPROXIMATE and len(blocks.chains) == 1 and blocks.text_bytes > 0
+
+
 class PrefixWork:
     """The prefix blocks of one request in the making."""
 
@@ -317,6 +328,11 @@ class PrefixWork:
         self.encode()
         hasher, runs = self._hasher, self._runs
         result = self._result
+        known = hasher.known
+        # Here, on this thread: what is known changes with every answer of an engine.
+        if known is not None and known.usable and result is not None and tellable(result):
+            size, ratio = self._block_size, self._bytes_a_token
+            result = self._result = known.find(result, block_size=size, bytes_a_token=ratio)
         if result is None:
             chains = tuple([run.chain for run in runs])
             result = PrefixBlocks(chains, sum([chain.tokens for chain in chains]), self._block_size)

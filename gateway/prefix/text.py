@@ -18,7 +18,7 @@ import marshal
 from array import array
 from collections.abc import Mapping
 
-from xxhash import xxh3_64_digest
+from xxhash import xxh3_64_hexdigest
 
 from gateway import keys
 from gateway.prefix.messages import Unrenderable, plain_text, without_billing
@@ -32,8 +32,8 @@ MEDIA_BYTES = 2048
 """Length of an image in the text: 512 tokens or so, between a thumbnail's 256 and a page's thousands."""
 
 _SEED = b"text"
-_MESSAGE = b"\x1e"
-_CONTENT = b"\x1f"
+_MESSAGE = "\x1e"
+_CONTENT = "\x1f"
 _WORD = 4
 """Bytes of a number in `keys.chain`, which is given the text in this form."""
 
@@ -42,16 +42,17 @@ def text_blocks(
     prompt: ChatPrompt | TextPrompt, *, adapter: str | None, salt: str | None, bytes_a_token: float, reason: str
 ) -> PrefixBlocks:
     """The blocks of a prompt's text; `reason` says why not of its tokens. Raises Unrenderable (`malformed`)."""
-    texts = [_chat(prompt)] if isinstance(prompt, ChatPrompt) else [(_raw(text), False) for text in prompt.texts]
+    written = [_chat(prompt)] if isinstance(prompt, ChatPrompt) else [(text, False) for text in prompt.texts]
+    texts = [text.encode("utf-8", "surrogatepass") for text, _ in written]
     seed = keys.with_extra(keys.namespace(adapter, salt), _SEED)
-    chains = tuple([Chain(_chain(seed, text), _tokens(text, bytes_a_token)) for text, _ in texts])
+    chains = tuple([Chain(_chain(seed, text), _tokens(text, bytes_a_token)) for text in texts])
     return PrefixBlocks(
         chains,
         sum([chain.tokens for chain in chains]),
         max(1, round(BLOCK_BYTES / bytes_a_token)),
         PrefixMode.APPROXIMATE,
         reason,
-        0 if any(media for _, media in texts) else sum([len(text) for text, _ in texts]),
+        0 if any(media for _, media in written) else sum(map(len, texts)),
     )
 
 
@@ -65,16 +66,12 @@ def _tokens(text: bytes, bytes_a_token: float) -> int:
     return max(1, round(len(text) / bytes_a_token))
 
 
-def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _chat(prompt: ChatPrompt) -> tuple[bytes, bool]:
+def _chat(prompt: ChatPrompt) -> tuple[str, bool]:
     """The text of a chat, and whether some of it stands for what is no text."""
-    parts: list[bytes] = []
+    parts: list[str] = []
     front = (prompt.tools, prompt.documents, prompt.template_kwargs, prompt.reasoning_effort, prompt.chat_template)
     if any(front):
-        parts.append(_dump(front))
+        parts.append(_dump(front).decode("latin-1"))
     media = False
     for message in prompt.messages:
         role, content = message.get("role"), message.get("content")
@@ -82,34 +79,35 @@ def _chat(prompt: ChatPrompt) -> tuple[bytes, bool]:
             raise Unrenderable("malformed")
         if role == "system":
             content = without_billing(content)
-        parts += (_MESSAGE, _raw(role), _CONTENT)
+        parts += (_MESSAGE, role, _CONTENT)
         if type(content) is str:
-            parts.append(_raw(content))
+            parts.append(content)
         elif type(content) is list:
             media |= _add_parts(parts, content)
         elif content is not None:
             raise Unrenderable("malformed")
         if len(message) > 2:
             parts.append(_others(message))
-    return b"".join(parts), media
+    return "".join(parts), media
 
 
-def _add_parts(parts: list[bytes], content: list[object]) -> bool:
+def _add_parts(parts: list[str], content: list[object]) -> bool:
     """Add the parts of one message; true when one of them is no text."""
     media = False
     for part in content:
         text = plain_text(part)
         if text is not None:
-            parts += (_raw(text), _CONTENT)
+            parts += (text, _CONTENT)
         else:
             media = True
-            parts.append(xxh3_64_digest(_dump(part)) * (MEDIA_BYTES // 8))
+            parts.append(xxh3_64_hexdigest(_dump(part)) * (MEDIA_BYTES // 16))
     return media
 
 
-def _others(message: Mapping[str, object]) -> bytes:
+def _others(message: Mapping[str, object]) -> str:
     """Tool calls, names, reasoning: whatever else a message has."""
-    return _dump({key: value for key, value in message.items() if key not in ("role", "content")})
+    others = {key: value for key, value in message.items() if key not in ("role", "content")}
+    return _dump(others).decode("latin-1")
 
 
 def _dump(value: object) -> bytes:

@@ -46,6 +46,7 @@ from gateway.upstream.control import open_control_client
 from gateway.upstream.deadlines import next_tick
 from gateway.upstream.http import Upstream
 from gateway.upstream.membership import Membership, MembershipSettings
+from gateway.upstream.tokenizing import EngineTokenizing
 
 _EXPIRE_EVERY_S = 0.5
 _FLUSH_EVERY_S = 0.2
@@ -125,6 +126,7 @@ class Gateway:
         self.membership: Membership
         self.refresh: Refresh
         self.edge: Edge
+        self.tokenizing: EngineTokenizing
 
     async def start(self) -> Ports:
         """Bind the ports, start serving and looking for workers. Returns at once; `ready` tells when traffic may come.
@@ -161,6 +163,7 @@ class Gateway:
             settings=MembershipSettings(poll_s=settings.load.poll_s),
         )
         self.refresh = Refresh(self.fleet, self.membership)
+        self.tokenizing = EngineTokenizing(control, self.clock)
         self.edge = Edge(
             router=self.router,
             hashers=self.tokenizers.find,
@@ -169,6 +172,7 @@ class Gateway:
             clock=self.clock,
             on_outcome=self._record,
             on_retry=self._record_retry,
+            ask_tokens=self.tokenizing.ask,
             request_ids=request_id_maker(self._rng),
             limits=EdgeLimits(
                 header_timeout_s=server.header_timeout_s,
@@ -181,6 +185,9 @@ class Gateway:
             session_field=settings.routing.affinity.body_field,
         )
         stack.push_async_callback(self.supervisor.close)
+        if any(model.tokenize_at != "here" for model in settings.models):
+            for number in range(1, self.tokenizing.settings.concurrency + 1):
+                self.supervisor.start(f"tokenise {number}", self.tokenizing.run)
         self._started_at = self.clock()
         self.supervisor.start("expire", self._expire)
         if self._requests_log is not None:
@@ -277,6 +284,7 @@ class Gateway:
             index=self.index,
             membership=self.membership,
             upstream=self.upstream,
+            tokenizing=self.tokenizing,
             clock=self.clock,
         )
         process = CollectorRegistry()

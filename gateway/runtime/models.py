@@ -4,8 +4,9 @@ Rules:
 1. The configuration decides: `models[].name` and its aliases, then the entry named `*`.
 2. Without an entry, a worker's own model directory is used when it can be read here (`root` of `/v1/models` is the path
    the engine was started with).
-3. Without a tokenizer a model is still served: token prompts are exact, text prompts have no prefix blocks. It is
-   looked for again at each probe of its workers: a directory may be mounted or completed later.
+3. Without a tokenizer a model is still served: token prompts are exact, others go by their text. It is looked for again
+   at each probe of its workers: a directory may be mounted or completed later.
+4. With `tokenize_at` no tokenizer is read: engines tell the token ids (`upstream.tokenizing`).
 
 Loading reads files and takes up to seconds for a large vocabulary, so it happens in a thread before a worker joins.
 """
@@ -19,9 +20,9 @@ from pathlib import Path
 
 import structlog
 
-from gateway.config import ConfigError, ModelSettings
+from gateway.config import ConfigError, ModelSettings, worker_url
 from gateway.pool import ANY_MODEL
-from gateway.prefix import PromptHasher
+from gateway.prefix import KnownPrompts, PromptHasher
 from gateway.records import EngineKind, WorkerFacts, WorkerSpec
 
 _UNREADABLE = (ValueError, OSError)
@@ -80,7 +81,7 @@ class Tokenizers:
             if names[0] in self._wanting and self._tried.get(place) == seen:
                 return
             if len(self._hashers) >= MAX_HASHERS:
-                self._log.warning("too many models: text prompts have no prefix blocks", model=names[0])
+                self._log.warning("too many models: prompts of this one have no prefix blocks", model=names[0])
                 return
             hasher, settled = await asyncio.to_thread(self._discover, names[0], facts)
             if settled:
@@ -109,7 +110,7 @@ class Tokenizers:
             return self._without(model, directory, facts, error), False
         if directory is None:
             self._log.warning(
-                "no tokenizer: text prompts have no prefix blocks",
+                "no tokenizer: prompts go by their text",
                 model=model,
                 fix=f"models: [{{name: {model}, tokenizer: DIRECTORY}}] or --tokenizer DIRECTORY",
             )
@@ -124,6 +125,9 @@ class Tokenizers:
     def _load(
         self, directory: Path | None, settings: ModelSettings | None, engine: EngineKind = EngineKind.VLLM
     ) -> PromptHasher:
+        if settings is not None and settings.tokenize_at != "here":
+            server = None if settings.tokenize_at == "worker" else worker_url(settings.tokenize_at)
+            return PromptHasher(None, engine=engine, known=KnownPrompts(server=server))
         template = settings.chat_template if settings is not None else None
         return PromptHasher.load(
             directory,

@@ -12,6 +12,7 @@ from gateway.telemetry import FeedReading, IndexReading, WorkerReading
 from gateway.upstream.http import Upstream
 from gateway.upstream.members import Seat
 from gateway.upstream.membership import Membership
+from gateway.upstream.tokenizing import EngineTokenizing
 
 JOINING = "joining"
 """Asked for, and has not answered yet."""
@@ -29,12 +30,14 @@ class GatewayReadings:
         index: KvIndex,
         membership: Membership,
         upstream: Upstream,
+        tokenizing: EngineTokenizing,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._index = index
         self._membership = membership
         self._upstream = upstream
+        self._tokenizing = tokenizing
         self._clock = clock
 
     def workers(self) -> Iterable[WorkerReading]:
@@ -87,6 +90,7 @@ class GatewayReadings:
             learned_blocks=stats.approximate.blocks,
             learned_bytes=stats.approximate.bytes,
             learned_dropped=stats.approximate.dropped,
+            tokens_asked=self._tokenizing.results,
         )
 
 

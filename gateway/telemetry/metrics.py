@@ -167,6 +167,12 @@ INDEX_LEARNED_DROPPED = _spec(
     ("reason",),
     "Learned blocks dropped: size (of the worker's cache), age, evicted (the worker reported fewer cached tokens).",
 )
+TOKENIZE_QUESTIONS = _spec(
+    "tokenize_questions_total",
+    Kind.COUNTER,
+    ("result",),
+    "Prompts whose token ids an engine was asked for: told, failed, skipped, pushed_out.",
+)
 KV_EVENTS = _spec("kv_events_total", Kind.COUNTER, ("worker", "type"), "KV events received, by type.")
 KV_EVENT_GAPS = _spec("kv_event_gaps_total", Kind.COUNTER, ("worker",), "Gaps in the sequence of event messages.")
 KV_EVENT_REPLAYS = _spec(
@@ -226,6 +232,7 @@ METRICS: tuple[MetricSpec, ...] = (
     INDEX_TRUNCATED,
     INDEX_LEARNED,
     INDEX_LEARNED_DROPPED,
+    TOKENIZE_QUESTIONS,
     KV_EVENTS,
     KV_EVENT_GAPS,
     KV_EVENT_REPLAYS,

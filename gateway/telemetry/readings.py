@@ -73,7 +73,8 @@ class FeedReading:
 @dataclass(frozen=True, slots=True)
 class IndexReading:
     """The index as a whole: bytes it takes (an estimate), blocks that wait for their head, blocks left out or dropped
-    for a limit since the start. `learned_*` is what of it comes from routing: blocks, bytes, drops by reason."""
+    for a limit since the start. `learned_*` is what of it comes from routing: blocks, bytes, drops by reason.
+    `tokens_asked` counts questions for token ids to engines, by result."""
 
     bytes: int
     orphans: int = 0
@@ -81,6 +82,7 @@ class IndexReading:
     learned_blocks: int = 0
     learned_bytes: int = 0
     learned_dropped: Mapping[str, int] = field(default_factory=dict)
+    tokens_asked: Mapping[str, int] = field(default_factory=dict)
 
 
 class Readings(Protocol):

@@ -58,10 +58,16 @@ class ControlClient:
         return await self._ask("GET", url, None, api_key, timeout_s, {})
 
     async def post(
-        self, url: str, body: bytes, *, api_key: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        body: bytes,
+        *,
+        api_key: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """The same with a JSON body; `headers` are sent too."""
-        return await self._ask("POST", url, body, api_key, None, headers or {})
+        return await self._ask("POST", url, body, api_key, timeout_s, headers or {})
 
     async def _ask(
         self,

@@ -59,6 +59,8 @@ async def token_differences(
     spec: WorkerSpec, model: str, hasher: PromptHasher, client: ControlClient
 ) -> tuple[Finding, ...]:
     """Findings for the operator; none when the ids agree. Raises ProbeFailed when the worker cannot answer now."""
+    if hasher.known is not None:
+        return ()  # the ids are the engine's own
     if hasher.tokenizer is None:
         return (table.NO_TOKENIZER.found(model=model),)
     if not hasher.renders_chats:

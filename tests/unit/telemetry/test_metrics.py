@@ -133,7 +133,11 @@ def full_page() -> str:
     )
     return page(
         requests,
-        Numbers([worker], [feed], IndexReading(bytes=12345, orphans=4, truncated=2, learned_dropped={"age": 3})),
+        Numbers(
+            [worker],
+            [feed],
+            IndexReading(bytes=12345, orphans=4, truncated=2, learned_dropped={"age": 3}, tokens_asked={"told": 2}),
+        ),
     )
 
 
