@@ -291,8 +291,9 @@ class FeedState:
         if self._doubt == "silent":
             self._doubt = None
         actions.append(self._apply(seq, payload, now))
-        if self._buffer and self._buffer[0].seq <= self._next:
-            actions += self._complete(now)  # what follows has come live
+        if self._buffer and self._buffer[0].seq <= self._next:  # what follows has come live
+            self._rest_phase()
+            actions += self._drain(now)
         return actions
 
     def on_replay_end(self, now: float) -> list[Action]:
@@ -327,6 +328,8 @@ class FeedState:
         elif self._reply_by is not None and now >= self._reply_by:
             if self._purpose is _For.PROBE:
                 actions += self._rest(now)
+            elif self._brought and self.caught_up and self._purpose is not _For.CHECK:
+                actions += self._complete(now)  # only the end marker got lost
             elif self._brought:
                 actions += self._ask(self._purpose or _For.START, now, continued=True)
             else:
@@ -448,6 +451,9 @@ class FeedState:
     def _settle(self) -> None:
         """No replay runs or is planned; the phase says what is held."""
         self._purpose = self._reply_by = self._ask_at = self._proof = None
+        self._rest_phase()
+
+    def _rest_phase(self) -> None:
         self.phase = FeedPhase.LIVE if self._whole else FeedPhase.LOST
 
     def _begin(self, now: float) -> list[Action]:
@@ -496,7 +502,7 @@ class FeedState:
             self.phase = FeedPhase.REPLAYING if at_start else FeedPhase.REPAIRING
             if self._purpose in (None, _For.PROBE):
                 return self._ask(_For.START if at_start else _For.REPAIR, now)
-            return []  # the check that runs brings them
+            return []  # the replay that runs may bring them
         if new:  # else it was asked for in vain
             self.counters.replays["unavailable"] += 1
         actions = self._lose("gap", seq)

@@ -31,6 +31,7 @@ def test_start_replays_from_zero_while_live_batches_are_shown() -> None:
     assert (feed.asking, feed.caught_up) == (True, False)
     # The replay has reached what came live: its end need not be waited for.
     assert short(replay(feed, 2, 3)) == [2, 3, 4, "end"]
+    assert (feed.phase, feed.caught_up) == (FeedPhase.LIVE, True)
     assert feed.on_replay_end(0.0) == []
     assert (feed.phase, feed.caught_up, feed.asking, feed.expected) == (FeedPhase.LIVE, True, False, 5)
     assert short(live(feed, 5)) == [5]
@@ -121,16 +122,20 @@ def test_a_gap_is_replayed_while_live_batches_are_shown() -> None:
     assert (feed.phase, feed.caught_up, feed.asking) == (FeedPhase.REPAIRING, False, True)
     assert short(replay(feed, 3)) == [3]
     assert short(replay(feed, 4)) == [4, 5, 6, "end"]
-    assert (feed.phase, feed.asking, feed.deadline) == (FeedPhase.LIVE, False, None)
-    assert replay(feed, 5, 6) == []
-    assert feed.counters.gaps == 1
+    assert (feed.phase, feed.caught_up) == (FeedPhase.LIVE, True)
+    # It may bring what was lost behind the newest live batch, too.
+    assert short(replay(feed, 5, 6, 7)) == [7]
+    assert feed.on_replay_end(0.0) == []
+    assert (feed.asking, feed.deadline, feed.counters.gaps) == (False, None, 1)
     assert sum(feed.counters.purges.values()) == 0
 
 
 def test_a_second_gap_behind_a_gap() -> None:
     feed = started()
     assert short(live(feed, 5, 8)) == ["ask 3", "show 5", "show 8"]
-    assert short(replay(feed, 3, 4)) == [3, 4, 5, "ask 6"]
+    assert short(replay(feed, 3, 4)) == [3, 4, 5]
+    assert (feed.phase, feed.asking) == (FeedPhase.REPAIRING, True)
+    assert short(feed.on_replay_end(0.0)) == ["ask 6"]
     assert short(replay(feed, 6, 7)) == [6, 7, 8, "end"]
     assert (feed.phase, feed.counters.gaps) == (FeedPhase.LIVE, 2)
 
@@ -186,6 +191,8 @@ def test_no_more_than_six_tries_a_minute() -> None:
         asked += [now for action in actions if isinstance(action, AskReplay)]
         if feed.asking:
             replay(feed, *range(feed.expected, seq + 2), now=now)
+            actions = feed.on_replay_end(now)
+            assert not any(isinstance(action, AskReplay) for action in actions)
         seq += 2
     assert len(asked) >= 20
     assert all(later - first >= 60.0 for first, later in zip(asked, asked[6:], strict=False))
@@ -281,6 +288,14 @@ def test_a_missing_end_marker_after_everything_came_loses_nothing() -> None:
     assert short(live(feed, 2, now=9.0)) == [2]
 
 
+def test_an_end_marker_that_got_lost_is_not_asked_for() -> None:
+    feed = started(limits=FeedLimits(reply_timeout_s=1.0))
+    live(feed, 4, now=10.0)
+    assert short(replay(feed, 3, now=10.0)) == [3, 4, "end"]
+    assert feed.on_tick(11.0) == []
+    assert (feed.asking, feed.deadline) == (False, None)
+
+
 def test_late_replies_change_nothing() -> None:
     feed = started()
     assert replay(feed, 3) == []
@@ -328,6 +343,7 @@ def test_the_buffer_is_bounded_and_its_overflow_comes_back_as_a_gap(limits: Feed
     assert short(live(feed, 4, 5, 6, 7)) == ["ask 3", "show 4", "show 5"]
     assert feed.counters.buffer_overflows == 2
     assert short(replay(feed, 3)) == [3, 4, 5, "end"]
+    assert feed.on_replay_end(0.0) == []
     assert short(live(feed, 8)) == ["ask 6", "show 8"]
 
 
