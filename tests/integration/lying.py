@@ -55,6 +55,9 @@ async def lying(
         await engine.stop()
 
 
+_OURS = (b"host", b"content-length", b"connection")
+
+
 @asynccontextmanager
 async def _serving(worker: Worker, http: httpx.AsyncClient) -> AsyncIterator[str]:
     async def app(scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Any) -> None:
@@ -64,7 +67,9 @@ async def _serving(worker: Worker, http: httpx.AsyncClient) -> AsyncIterator[str
             message = await receive()
             body += message.get("body", b"")
             more = message.get("more_body", False)
-        status, answer = await _answer(worker, http, scope["method"], scope["path"], body)
+        headers = {name.decode(): value.decode() for name, value in scope["headers"] if name not in _OURS}
+        request = http.build_request(scope["method"], scope["path"], content=body, headers=headers)
+        status, answer = await _answer(worker, http, request)
         date = formatdate(time.time() + worker.clock_ahead_s, usegmt=True).encode()
         await send({"type": "http.response.start", "status": status, "headers": [(b"date", date)]})
         await send({"type": "http.response.body", "body": answer})
@@ -83,9 +88,10 @@ async def _serving(worker: Worker, http: httpx.AsyncClient) -> AsyncIterator[str
             await running
 
 
-async def _answer(worker: Worker, http: httpx.AsyncClient, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-    worker.asked.append((path, json.loads(body) if body else None))
-    truth = await http.request(method, path, content=body, headers={"content-type": "application/json"})
+async def _answer(worker: Worker, http: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
+    path = request.url.path
+    worker.asked.append((path, json.loads(request.content) if request.content else None))
+    truth = await http.send(request)
     change = worker.changes.get(path)
     if change is None:
         return truth.status_code, truth.content

@@ -16,8 +16,9 @@ import zmq.asyncio
 
 from gateway.doctor import Checked, Plan, Tools, check_fleet, new_prompt, worst
 from gateway.prefix import PromptHasher
-from gateway.records import Severity, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EngineKind, Severity, WorkerFacts, WorkerId, WorkerSpec
 from gateway.sim.publisher import Replay
+from gateway.sim.releases import Dialect
 from gateway.sim.speech import DEMO_MODEL
 from gateway.upstream.control import open_control_client
 from tests.integration.lying import Change, Worker, lying, renaming
@@ -95,6 +96,34 @@ async def test_prompts_are_few_and_tiny(tools: Tools) -> None:
     assert [body["max_tokens"] for body in sent] == [1, 1, 1]
     assert max(len(body["prompt"]) for body in sent) == 200
     assert [body.get("cache_salt") for body in sent] == [None, None, "salt-of-run-1"]
+
+
+async def test_sglang_as_it_should_be(tools: Tools) -> None:
+    async with lying(dialect=Dialect.SGLANG, decode_log_interval=5) as worker:
+        result = await checked(tools, spec(worker))
+    assert (result.facts and result.facts.engine, codes(result)) == (EngineKind.SGLANG, ["salts_in_clear"])
+
+
+async def test_the_smallest_pages_and_the_usual_interval_of_sglang(tools: Tools) -> None:
+    async with lying(dialect=Dialect.SGLANG, block_size=1) as worker:
+        result = await checked(tools, spec(worker))
+    assert codes(result) == ["page_size_1", "salts_in_clear", "decode_log_interval"]
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+async def test_each_rank_is_asked_for_its_events(dialect: Dialect, tools: Tools) -> None:
+    async with lying(dialect=dialect, data_parallel_size=2, decode_log_interval=5) as worker:
+        assert codes(await checked(tools, spec(worker))) == ["salts_in_clear"]
+        sent = [body for path, body in worker.asked if path == "/v1/completions"]
+    assert len(sent) == 4
+
+
+async def test_a_rank_whose_events_are_not_its_own(tools: Tools) -> None:
+    async with lying(data_parallel_size=2) as worker:
+        worker.changes["/kv_event_sources"] = lambda said: said | {"1": said["1"] | {"topic": "kv@elsewhere"}}
+        result = await checked(tools, spec(worker), listen_s=6.0)
+    (found,) = [found for found in result.findings if found.code == "events_silent"]
+    assert found.message.count("tcp://") == 1
 
 
 # --------------------------------------------------------------------------- the event feed

@@ -115,9 +115,9 @@ def near(predicted: int, delivered: int, engine: Engine) -> bool:
 @pytest.mark.parametrize("tokens", [64, 65, 130, 512, 513, 1000])
 async def test_tokens(tokens: int, engine: Engine, directory: Path) -> None:
     """All full blocks but what the last token needs are predicted, and delivered."""
-    ids = prompt(tokens, tokens)
+    ids = prompt(2000 + 2 * tokens, tokens)
     async with fleet(engine, directory) as f:
-        assert await f.ask(prompt=prompt(tokens + 1, tokens)) == (0, 0)
+        assert await f.ask(prompt=prompt(2001 + 2 * tokens, tokens)) == (0, 0)
         await f.warm(prompt=ids)
         predicted, delivered = await f.ask(prompt=ids)
     assert delivered == (tokens - 1) // engine.setup.block_size * engine.setup.block_size
