@@ -92,6 +92,7 @@ class FeedState:
         "_last_live",
         "_limits",
         "_live_at",
+        "_lives",
         "_mark",
         "_newest_ts",
         "_next",
@@ -141,6 +142,7 @@ class FeedState:
         self._mark: _Mark | None = None  # the last batch applied
         self._proof: _Mark | None = None  # what the first reply must be
         self._last_live: int | None = None
+        self._lives: deque[tuple[float, int]] = deque(maxlen=self._limits.remembered_batches)  # what came live when
         self._oldest_ts: float | None = None
         self._newest_ts: float | None = None
         self._whole = True
@@ -218,6 +220,19 @@ class FeedState:
             return []
         return self._start_over("resync", now, whole=self._can_replay)
 
+    def relearn(self, since: float, now: float) -> list[Action]:
+        """What came before `since` is not believed any more, though nothing was missing: drop all, and fetch again what
+        came live after it. Without a replay it is only dropped; what is being repaired is left alone."""
+        if self.phase in _WAITING:
+            return []
+        actions = self._purge("contradicted")
+        first = next((seq for at, seq in self._lives if at >= since), self._next)
+        if first < self._next and self._may_ask(now):
+            self._next = self._base = first
+            self.phase = FeedPhase.REPAIRING
+            actions += self._ask(_For.REPAIR, now)
+        return actions
+
     def on_process_started(self, at_unix: float, now: float) -> list[Action]:
         """The worker's process started at `at_unix`, by its own clock. Nothing to do when all we hold is newer."""
         if self._oldest_ts is None or self._oldest_ts >= at_unix:
@@ -243,6 +258,7 @@ class FeedState:
         elif seq < self._next:
             self.counters.duplicates += 1  # a replay was faster
             return []
+        self._lives.append((now, seq))
         if self.phase not in _WAITING and self._follows(seq, payload):
             actions.append(self._apply(seq, payload, now))
             return actions

@@ -48,7 +48,7 @@ class AskReplay(NamedTuple):
 
 class Purge(NamedTuple):
     """Forget everything this rank announced, previews too. `reason`: `restart`, `gap`, `history_gone`, `undecodable`,
-    `resync`, `reconnect`, `contradiction`, `relearn`, `reopened`."""
+    `resync`, `reconnect`, `contradiction`, `contradicted`, `relearn`, `reopened`."""
 
     reason: str
 
@@ -61,7 +61,8 @@ class FeedLimits:
     """Bounds of one feed. `reply_timeout_s` is the longest silence in a replay; it doubles with each try in vain.
     `replay_rest_s` is how long no replay is asked for after `replay_tries` in vain. `silent_s` is how long after a
     request that computed new blocks a feed may stay silent. Removals are judged in lots of `judged_removals`, and the
-    feed learned anew for their sake at most every `contradiction_rest_s`."""
+    feed learned anew for their sake at most every `contradiction_rest_s`. `remembered_batches` are those of which it is
+    known when they came."""
 
     reply_timeout_s: float = 1.0
     connect_timeout_s: float = 5.0
@@ -71,6 +72,7 @@ class FeedLimits:
     longest_rest_s: float = 960.0
     buffered_batches: int = 20_000
     buffered_bytes: int = 64 * 1024 * 1024
+    remembered_batches: int = 1024
     silent_s: float = 10.0
     judged_removals: int = 256
     contradiction_rest_s: float = 600.0

@@ -177,6 +177,10 @@ class KvFeed:
         """Forget the rank and learn it anew, at the feed's next turn."""
         self._want(self._state.resync)
 
+    def relearn(self, since: float) -> None:
+        """Drop what the rank announced and learn again what came after `since` (our clock), at the feed's next turn."""
+        self._want(lambda now: self._state.relearn(since, now))
+
     def process_started(self, at_unix: float) -> None:
         """The worker's process started then: what is older belongs to another process."""
         self._want(lambda now: self._state.on_process_started(at_unix, now))

@@ -44,6 +44,15 @@ class Seat:
         """The worst state among its feeds; without any nothing is heard of its cache."""
         return max((feed.trust for feed in self.feeds.values()), key=_WORSE.index, default=TrustState.BLIND)
 
+    def served(self, outcome: Outcome, block_size: int) -> None:
+        """A request was answered: the feed must tell of the blocks computed for it, `block_size` being the engine's.
+        The last token is never taken from a cache. With several feeds nobody knows whose request it was."""
+        if outcome.delivered_tokens is not None and len(self.feeds) == 1:
+            held = outcome.delivered_tokens // block_size
+            computed = max(0, outcome.prompt_tokens - 1) // block_size - held
+            for feed in self.feeds.values():
+                feed.served(computed, outcome.started_at)
+
 
 @dataclass(slots=True, eq=False)
 class Member:

@@ -151,11 +151,14 @@ class Membership:
             member.look.set()
 
     def answered(self, outcome: Outcome) -> None:
-        """A request is over: its answer may show whether the server reports cached tokens."""
-        if outcome.worker is not None and outcome.completion_tokens is not None:
-            member = self.member_of(outcome.worker)
-            if member is not None:
-                member.answered(outcome)
+        """A request is over: its answer may show whether the server reports cached tokens, and blocks that it computed
+        must be announced."""
+        if outcome.worker is None or outcome.completion_tokens is None:
+            return
+        member, seat = self.member_of(outcome.worker), self._seat_of(outcome.worker)
+        if member is not None and seat is not None:
+            member.answered(outcome)
+            seat.served(outcome, self._fleet.workers[outcome.worker].block_size)
 
     # ------------------------------------------------------------------ refresh
 
@@ -180,9 +183,11 @@ class Membership:
         seat = self._seat_of(worker_id)
         if seat is None:
             return
+        if since is not None:
+            self._index.purge(seat.slot)  # at once: no further request is placed by it
         for source, feed in seat.feeds.items():
             if since is not None:
-                self._index.purge(seat.slot, source.rank)
+                feed.relearn(since)
             elif source.replay_endpoint is not None:
                 feed.resync()
 

@@ -56,6 +56,18 @@ async def test_b3_a_cache_emptied_without_a_sign_costs_two_requests(replay: Repl
         assert await misses(r) == 2
 
 
+async def test_b3_the_prompts_computed_anew_are_known_after_the_replay() -> None:
+    async with rig(1) as r:
+        await warmed(r, "w1")
+        r.engines[0].fault(Fault(FaultKind.CLEAR, silent=True))
+        for tokens in PROMPTS[:2]:
+            assert (await ask(r, tokens)).delivered == 0
+        await in_step(r)
+        for tokens in PROMPTS[:2]:
+            answered = await ask(r, tokens)
+            assert answered.predicted == answered.delivered == WHOLE
+
+
 async def test_b3_another_holder_gets_the_requests() -> None:
     async with rig(2, engine=fast(speed=1.0)) as r:
         await warmed(r, "w1", "w2")

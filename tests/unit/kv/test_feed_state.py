@@ -40,6 +40,42 @@ def test_start_replays_from_zero_while_live_batches_are_shown() -> None:
     assert feed.counters.last_event_unix == 105.0
 
 
+def test_what_came_before_a_doubt_is_dropped_and_what_came_after_is_asked_for_again() -> None:
+    feed = started()
+    live(feed, 3, 4, now=10.0)
+    live(feed, 5, 6, now=20.0)
+    assert short(feed.relearn(15.0, 30.0)) == ["contradicted", "ask 5"]
+    assert (feed.phase, feed.trust) == (FeedPhase.REPAIRING, TrustState.CATCHING_UP)
+    assert short(live(feed, 7)) == ["show 7"]
+    assert short(replay(feed, 5, 6)) == [5, 6, 7, "end"]
+    assert (feed.phase, feed.trust) == (FeedPhase.LIVE, TrustState.TRUSTED)
+    assert feed.counters.gaps == 0
+
+
+def test_nothing_came_after_a_doubt() -> None:
+    feed = started()
+    live(feed, 3, now=10.0)
+    assert short(feed.relearn(15.0, 30.0)) == ["contradicted"]
+    assert (feed.phase, feed.expected) == (FeedPhase.LIVE, 4)
+    assert short(live(feed, 4)) == [4]
+
+
+def test_a_doubt_without_a_replay_only_drops() -> None:
+    feed = FeedState(can_replay=False)
+    feed.on_connected(0.0)
+    live(feed, 0, 1, now=10.0)
+    assert short(feed.relearn(5.0, 30.0)) == ["contradicted"]
+    assert short(live(feed, 2)) == [2]
+    assert feed.phase is FeedPhase.LIVE
+
+
+def test_a_doubt_during_a_repair_changes_nothing() -> None:
+    feed = started()
+    live(feed, 5)
+    assert feed.phase is FeedPhase.REPAIRING
+    assert feed.relearn(0.0, 30.0) == []
+
+
 def test_what_a_replay_was_faster_with_is_dropped() -> None:
     feed = started()
     assert short(live(feed, 1, 2, 3)) == [3]
