@@ -211,6 +211,11 @@ class RoutingSettings(_Section):
 class IndexSettings(_Section):
     """What is known of the workers' caches."""
 
+    max_bytes: int = Field(
+        2_147_483_648,
+        ge=1_048_576,
+        description="Memory for the index; above it the coldest blocks of the fullest worker are let go.",
+    )
     route_miss_threshold: float = Field(
         0.05,
         gt=0,

@@ -5,12 +5,13 @@ for what is learned from routing. Events and feed states are named in `kv.events
 and `kv.feed_state`, for the shell that feeds them.
 """
 
-from gateway.kv.approximate import ApproximateSettings, ApproximateStats, Remembered
+from gateway.kv.approximate import LEARNED_BYTES, ApproximateSettings, ApproximateStats, Remembered
 from gateway.kv.index import Applied, IndexStats, KvIndex, Mark
 from gateway.kv.overlap import Overlaps
 from gateway.kv.speculation import Speculation
 
 __all__ = [
+    "LEARNED_BYTES",
     "Applied",
     "ApproximateSettings",
     "ApproximateStats",

@@ -36,6 +36,9 @@ _ZEROS: Final = repeat(0)
 
 _KEY_BYTES: Final = 32  # the key; its time of use is one object for all blocks of a request
 
+LEARNED_BYTES: Final = 250
+"""What a learned block takes: its places in the order of use and in the masks, and the key."""
+
 _SLICE: Final = 1024
 """Blocks dropped in one go, 1 ms: more wait for the next request or tick."""
 
@@ -52,8 +55,8 @@ off by a fifth where prose and code mix."""
 class ApproximateSettings:
     """`ttl_s` is twice the time over which the value of an idle block falls to 1/e (300 s, measured on traces of
     conversations and agents): what is older is rarely asked for and likely evicted. `default_tokens` is the cache of
-    a worker that does not report it: an 8B model on a card of 40 GB. `limit` bounds the blocks of all workers, some 250
-    bytes each."""
+    a worker that does not report it: an 8B model on a card of 40 GB. `limit` bounds the blocks of all workers,
+    `LEARNED_BYTES` each."""
 
     ttl_s: float = 600.0
     default_tokens: int = 262_144

@@ -19,7 +19,7 @@ Rules for callers:
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -31,6 +31,7 @@ from gateway.kv.overlap import Overlaps, run_of
 from gateway.kv.preview import Preview
 from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
+from gateway.kv.truncation import Truncation
 from gateway.records import BlockKey, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
 
 DEFAULT_ORPHAN_LIMIT: Final = 16_384
@@ -63,7 +64,8 @@ class Applied:
 @dataclass(frozen=True, slots=True)
 class IndexStats:
     """The state of the index. `blocks` counts distinct keys by slot and tier; `ignored` is by slot and reason, since
-    the slot was bound. `estimated_bytes` covers every table; it is an estimate, good to a tenth."""
+    the slot was bound. `truncated` counts blocks let go because of the cap. `estimated_bytes` covers every table; it is
+    an estimate, good to a tenth."""
 
     blocks: Mapping[Slot, Mapping[Tier, int]]
     ignored: Mapping[Slot, Mapping[str, int]]
@@ -73,6 +75,7 @@ class IndexStats:
     orphans_dropped: int
     speculative: int
     speculative_truncated: int
+    truncated: int
     estimated_bytes: int
     approximate: ApproximateStats
 
@@ -95,9 +98,14 @@ class KvIndex:
         orphan_limit: int = DEFAULT_ORPHAN_LIMIT,
         speculative_limit: int = DEFAULT_SPECULATIVE_LIMIT,
         approximate: ApproximateSettings | None = None,
+        max_bytes: int | None = None,
     ) -> None:
-        """Without `approximate` nothing is learned from routing."""
+        """Without `approximate` nothing is learned from routing; without `max_bytes` there is no cap."""
         self._placement = Placement()
+        self._truncation = Truncation(self._placement, max_bytes) if max_bytes is not None else None
+        self._total = 0
+        """What all workers' tables take, in blocks (`WorkerTable.weight`); counted for the cap only."""
+        self._hidden = 0
         self._speculative = SpeculativeBlocks(self._placement.masks[0], speculative_limit)
         self._approximate = ApproximateBlocks(self._placement.masks[0], approximate) if approximate else None
         self._workers: dict[Slot, WorkerTable] = {}
@@ -126,6 +134,8 @@ class KvIndex:
         if worker is None:
             return
         self.purge(slot)
+        self._hidden &= ~worker.bit
+        self._total -= worker.weighed
         self._speculative.retract_all(worker.promises)
         if self._approximate is not None:
             self._approximate.release(worker.bit)
@@ -152,6 +162,7 @@ class KvIndex:
             preview.put_back(self._placement, worker)
         tally = Tally()
         self._placement.apply(worker, table, events, tally)
+        self._weigh(worker)
         if worker.span > 1:
             self._spans[slot] = worker.span
         elif self._spans:
@@ -174,6 +185,7 @@ class KvIndex:
             table = worker.ranks.setdefault(rank, RankTable(self._orphan_limit))
             preview = worker.previews[rank] = Preview(table, self._orphan_limit)
         preview.show(self._placement, worker, events)
+        self._weigh(worker)
 
     def end_preview(self, slot: Slot, rank: int) -> None:
         """Everything shown before its turn has been applied. Fine without a preview; costs the blocks shown."""
@@ -182,23 +194,65 @@ class KvIndex:
         if worker is not None and preview is not None:
             preview.put_back(self._placement, worker)
             self._placement.purge(worker, preview.over)
+            self._weigh(worker)
+
+    def _weigh(self, worker: WorkerTable) -> None:
+        """The worker's tables have changed: see that all together keep within the cap."""
+        truncation = self._truncation
+        if truncation is None:
+            return
+        weight = worker.weight()
+        self._total += weight - worker.weighed
+        worker.weighed = weight
+        total = self._total + (self._approximate.held if self._approximate is not None else 0)
+        if total > truncation.limit:
+            truncation.keep(self._workers.values(), total)
+            for other in self._workers.values():
+                other.weighed = other.weight()
+            self._total = sum(other.weighed for other in self._workers.values())
 
     def purge(self, slot: Slot, rank: int | None = None) -> int:
         """Forget one rank's blocks, or all of the worker's. Returns how many (rank, tier, block) entries went.
 
         Speculations stay: the requests they stand for are still on their way.
         """
+        return sum(self.purging(slot, rank))
+
+    def purging(
+        self, slot: Slot, rank: int | None = None, *, most: int | None = None, cleared: bool = False
+    ) -> Generator[int, None, None]:
+        """`purge` in steps of at most `most` entries, for who must serve others in between; yields how many went.
+
+        Until the last step the worker holds nothing for `overlap`. Apply no events of the rank before that. To stop
+        early is to do the rest at once. `cleared`: the engine said so itself.
+        """
         worker = self._workers.get(slot)
         if worker is None:
-            return 0
-        self._begin_epoch(worker)
-        purged = 0
-        for number in [rank] if rank is not None else list(worker.ranks):
+            return
+        if cleared:
+            worker.clears += 1
+        else:
+            self._begin_epoch(worker)
+        if self._truncation is not None:
+            self._truncation.forget(worker.bit)
+        ranks = list(worker.ranks) if rank is None else [rank]
+        for number in ranks:
             self.end_preview(slot, number)
-            table = worker.ranks.get(number)
-            if table is not None:
-                purged += self._placement.purge(worker, table)
-        return purged
+        tables = [worker.ranks[number] for number in ranks if number in worker.ranks]
+        worker.hidden += 1
+        self._hidden |= worker.bit
+        try:
+            for table in tables:
+                while any(table.held):
+                    yield self._placement.purge(worker, table, most)
+        finally:
+            for table in tables:
+                self._placement.purge(worker, table)
+            worker.hidden -= 1
+            if self._workers.get(slot) is worker:
+                self._weigh(worker)
+                if not worker.hidden:
+                    self._hidden &= ~worker.bit
 
     def mark(self, slot: Slot) -> Mark:
         """Compare two of one slot to see what happened in between; an unbound slot has the zero mark."""
@@ -215,7 +269,7 @@ class KvIndex:
         """What each candidate holds of a request; `slots` is the bit mask of candidates."""
         return Overlaps(
             blocks,
-            slots,
+            slots & ~self._hidden if self._hidden else slots,
             masks=self._placement.masks,
             promises=self._promises,
             slow_slots=self._placement.slow_slots,
@@ -236,6 +290,8 @@ class KvIndex:
         for keys, _ in blocks.chains:
             length = run_of(keys, worker.bit, self._placement.masks[0]) if run is None else run
             self._speculative.promise(worker.promises, keys, length, parts)
+            if self._truncation is not None and self._truncation.watches(self._total):
+                self._truncation.ask(keys[:length])
         return Speculation(worker.promises, parts)
 
     def _promises(self, slot: Slot) -> Container[BlockKey]:
@@ -254,7 +310,8 @@ class KvIndex:
         worker = self._workers.get(slot)
         if worker is None or self._approximate is None:
             return None
-        if worker.heard and blocks.mode is not PrefixMode.APPROXIMATE:
+        # Announced blocks of a process that is gone are the feed's to drop; until then nothing is learned beside them.
+        if blocks.mode is not PrefixMode.APPROXIMATE and (worker.heard or any(worker.blocks)):
             return None
         blocks = blocks.text or blocks  # of token ids an engine told only the beginning is known
         learned = self._approximate.worker(worker.bit)
@@ -327,6 +384,7 @@ class KvIndex:
             orphans_dropped=self._orphans_dropped,
             speculative=sum(worker.promises.held for worker in workers.values()),
             speculative_truncated=self._speculative.truncated,
+            truncated=self._truncation.truncated if self._truncation is not None else 0,
             estimated_bytes=self._estimated_bytes(tables) + approximate.bytes,
             approximate=approximate,
         )

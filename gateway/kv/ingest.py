@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -63,17 +64,29 @@ class Placement:
                 tally.clears += 1
                 self.purge(worker, table)
 
-    def purge(self, worker: WorkerTable, table: RankTable) -> int:
-        """Forget one rank's blocks in every tier. Returns how many it held."""
-        purged = 0
+    def purge(self, worker: WorkerTable, table: RankTable, most: int | None = None) -> int:
+        """Forget one rank's blocks in every tier, at most `most` of them, those announced last first. Returns how many
+        went; with the last of them goes what waits for a parent."""
+        left = sys.maxsize if most is None else most
         for tier, held in enumerate(table.held):
-            purged += len(held)
-            for engine_hash, key in held.items():
-                for head in table.heads.get(engine_hash, ()) if table.heads else ():
-                    self._drop(worker, tier, head)
+            while held and left:
+                engine_hash, key = held.popitem()
+                left -= 1
+                if table.heads:
+                    for head in table.heads.get(engine_hash, ()):
+                        self._drop(worker, tier, head)
                 self._drop(worker, tier, key)
-        table.clear()
-        return purged
+        if not any(table.held):
+            table.clear()
+        return (sys.maxsize if most is None else most) - left
+
+    def let_go(self, worker: WorkerTable, table: RankTable, tier: int, engine_hash: EngineHash) -> int:
+        """Forget a block in one tier, however many copies of it there are. Returns how many keys it stood for."""
+        key = table.held[tier].pop(engine_hash)
+        table.copies[tier].pop(engine_hash, None)
+        heads = table.heads.get(engine_hash, ()) if table.heads else ()
+        self._unplace(worker, table, tier, engine_hash, key)
+        return 1 + len(heads)
 
     # ------------------------------------------------------------------ stores
 
@@ -298,12 +311,18 @@ class Placement:
                     tally.ignore("unknown_removal", 1)  # normal: announced before we listened
                 continue
             tally.removed[tier] += 1
-            if table.heads and engine_hash in table.heads:
-                for head in table.heads[engine_hash]:
-                    self._drop(worker, tier, head)
-                if table.key_of(engine_hash) is None:
-                    del table.heads[engine_hash]
-            self._drop(worker, tier, key)
+            self._unplace(worker, table, tier, engine_hash, key)
+
+    def _unplace(
+        self, worker: WorkerTable, table: RankTable, tier: int, engine_hash: EngineHash, key: BlockKey
+    ) -> None:
+        """What `engine_hash` stood for in a tier it is no longer held in."""
+        if table.heads and engine_hash in table.heads:
+            for head in table.heads[engine_hash]:
+                self._drop(worker, tier, head)
+            if table.key_of(engine_hash) is None:
+                del table.heads[engine_hash]
+        self._drop(worker, tier, key)
 
     def _drop(self, worker: WorkerTable, tier: int, key: BlockKey) -> None:
         """One holder of `key` less; the worker's bit goes with the last one."""

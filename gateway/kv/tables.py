@@ -33,6 +33,8 @@ TIER_INDEX: Final = {tier: index for index, tier in enumerate(TIERS)}
 # what they keep and say nothing about the length of a reusable prefix.
 _FULL_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
+ORPHAN_BLOCKS: Final = 2
+
 _MAX_GROUPS: Final = 64  # engines have a handful; bounds what a broken publisher can make us remember
 _MAX_ROOTS: Final = 4096  # (adapter, salt) seeds kept per worker; salts come from clients
 
@@ -182,12 +184,15 @@ class RankTable:
 
 
 class WorkerTable:
-    """One worker that occupies a slot. `blocks[tier]` counts its distinct block keys; `shared[tier]` counts holders
-    beyond the first of a key that several ranks, or several engine hashes, of the worker stand for. `span` is
-    how many keys one of the engine's own blocks covers. `heard`: the worker has announced something. `promises` are
-    keys whose GPU bit says only that a decision sent them.
-    `learned_blocks` is what was learned from routing instead, in blocks of `block_size` tokens. `epoch` numbers the
-    time it was last bound or purged, `clears` and `removed` count what its events took away since it was bound."""
+    """One worker that occupies a slot.
+
+    `blocks[tier]` counts its distinct block keys; `shared[tier]` counts holders beyond the first of a key that several
+    ranks, or several engine hashes, of the worker stand for. `span` is how many keys one of the engine's own blocks
+    covers. `heard`: the worker has announced something. `promises` are keys whose GPU bit says only that a decision
+    sent them. `learned_blocks` is what was learned from routing, in blocks of `block_size` tokens. `epoch` numbers the
+    time it was last bound or purged, `clears` and `removed` count what its events took away since it was bound;
+    `hidden` counts purges that have begun and not ended, `weighed` is the last `weight` taken.
+    """
 
     __slots__ = (
         "_roots",
@@ -198,6 +203,7 @@ class WorkerTable:
         "counted",
         "epoch",
         "heard",
+        "hidden",
         "ignored",
         "learned_blocks",
         "previews",
@@ -207,6 +213,7 @@ class WorkerTable:
         "shared",
         "slot",
         "span",
+        "weighed",
     )
 
     def __init__(self, slot: Slot, *, block_size: int, counted: bool) -> None:
@@ -215,6 +222,8 @@ class WorkerTable:
         self.block_size = block_size
         self.counted = counted
         self.heard = False
+        self.hidden = 0
+        self.weighed = 0
         self.learned_blocks = 0
         self.span = 0
         self.epoch = self.clears = self.removed = 0
@@ -225,6 +234,11 @@ class WorkerTable:
         self.shared: list[dict[BlockKey, int]] = [{}, {}, {}, {}]
         self.ignored: Counter[str] = Counter()
         self._roots: dict[tuple[str | None, str | None], BlockKey] = {}
+
+    def weight(self) -> int:
+        """What its entries take, in blocks. An orphan keeps its tokens: twice a block's bytes."""
+        tables = [*self.ranks.values(), *(preview.over for preview in self.previews.values())]
+        return sum(self.blocks) + ORPHAN_BLOCKS * sum(len(table.orphans) for table in tables)
 
     def root(self, adapter: str | None, salt: str | None) -> BlockKey:
         """Seed of the chains of one adapter and salt."""

@@ -31,7 +31,7 @@ from gateway.admin import AdminViews, Readiness, admin_app
 from gateway.config import Settings
 from gateway.edge import Edge, EdgeLimits, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
-from gateway.kv import ApproximateSettings, KvIndex
+from gateway.kv import LEARNED_BYTES, ApproximateSettings, KvIndex
 from gateway.policy import Weights, make_policy
 from gateway.pool import STALE_S, Fleet
 from gateway.records import Outcome, WorkerId
@@ -95,9 +95,12 @@ class Gateway:
             miss_threshold=settings.index.route_miss_threshold,
         )
         self.index = KvIndex(
+            max_bytes=settings.index.max_bytes,
             approximate=ApproximateSettings(
-                ttl_s=settings.index.approximate_ttl_s, default_tokens=settings.index.approximate_tokens
-            )
+                ttl_s=settings.index.approximate_ttl_s,
+                default_tokens=settings.index.approximate_tokens,
+                limit=settings.index.max_bytes // 2 // LEARNED_BYTES,
+            ),
         )
         routing = settings.routing
         self.router = Router(

@@ -86,7 +86,7 @@ class GatewayReadings:
         return IndexReading(
             bytes=stats.estimated_bytes,
             orphans=stats.orphans + stats.placeholders,
-            truncated=stats.orphans_dropped + stats.speculative_truncated,
+            truncated=stats.orphans_dropped + stats.speculative_truncated + stats.truncated,
             learned_blocks=stats.approximate.blocks,
             learned_bytes=stats.approximate.bytes,
             learned_dropped=stats.approximate.dropped,

@@ -1,0 +1,234 @@
+"""The cap on the index's memory, and purges in steps."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import pytest
+
+from gateway.keys import chain, namespace
+from gateway.kv.approximate import ApproximateSettings
+from gateway.kv.events import Cleared, Removed, Stored
+from gateway.kv.index import KvIndex
+from gateway.kv.truncation import BYTES_A_BLOCK
+from gateway.records import BlockKey, Chain, EngineHash, PrefixBlocks, Slot, Tier
+
+SIZE = 4
+A, B, C = Slot(0), Slot(1), Slot(2)
+ALL = 0b111
+
+
+class Prompts:
+    """Prompts of many blocks, announced under names of their own."""
+
+    def __init__(self) -> None:
+        self._names = iter(range(1, 1_000_000_000))
+        self._rng = random.Random(1)
+
+    def make(self, blocks: int) -> tuple[Stored, PrefixBlocks]:
+        tokens = [self._rng.randrange(1 << 17) for _ in range(blocks * SIZE)]
+        event = Stored([EngineHash(next(self._names)) for _ in range(blocks)], None, tokens, SIZE)
+        ids = [*tokens, 1]
+        return event, PrefixBlocks((Chain(chain(namespace(), ids, SIZE), len(ids)),), len(ids), SIZE)
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    return Prompts()
+
+
+def capped(blocks: int) -> KvIndex:
+    index = KvIndex(max_bytes=blocks * BYTES_A_BLOCK)
+    for slot in (A, B, C):
+        index.bind(slot, block_size=SIZE)
+    return index
+
+
+def total(index: KvIndex) -> int:
+    return sum(index.resident(slot, Tier.GPU) for slot in (A, B, C))
+
+
+def test_the_cap_is_held_and_what_is_kept_is_right(prompts: Prompts) -> None:
+    index = capped(10_000)
+    sent = []
+    for _ in range(600):
+        event, blocks = prompts.make(50)
+        index.apply(A, 0, [event])
+        sent.append(blocks)
+        assert total(index) <= 10_000
+    stats = index.stats()
+    assert stats.truncated == 600 * 50 - total(index)
+    assert total(index) > 9_000
+    runs = [index.overlap(blocks, ALL).blocks(A) for blocks in sent]
+    # What is left of a chain is its beginning, but for the one chain that the slice ended in.
+    assert total(index) - 50 < sum(runs) <= total(index)
+    assert runs[-1] == 50
+    assert runs[0] == 0
+
+
+def test_prefixes_that_requests_ask_for_are_spared(prompts: Prompts) -> None:
+    index = capped(10_000)
+    hot_event, hot = prompts.make(200)
+    cold_event, cold = prompts.make(200)
+    index.apply(A, 0, [hot_event, cold_event])
+    for _ in range(600):
+        event, _ = prompts.make(50)
+        index.apply(A, 0, [event])
+        index.retract(index.speculate(A, hot, index.overlap(hot, ALL)))
+    assert index.overlap(hot, ALL).blocks(A) == 200
+    assert index.overlap(cold, ALL).blocks(A) == 0
+
+
+def test_the_fullest_worker_gives_way(prompts: Prompts) -> None:
+    index = capped(3_000)
+    for _ in range(10):
+        index.apply(B, 0, [prompts.make(90)[0]])
+    for _ in range(100):
+        index.apply(A, 0, [prompts.make(90)[0]])
+    assert index.resident(B, Tier.GPU) == 900
+    assert 2_000 <= index.resident(A, Tier.GPU) <= 2_100
+
+
+def test_everything_asked_for_still_fits_the_cap(prompts: Prompts) -> None:
+    index = capped(2_000)
+    for _ in range(100):
+        event, blocks = prompts.make(90)
+        index.apply(A, 0, [event])
+        index.retract(index.speculate(A, blocks, index.overlap(blocks, ALL)))
+        assert total(index) <= 2_000
+
+
+def test_what_waits_for_its_parent_goes_first(prompts: Prompts) -> None:
+    index = capped(2_000)
+    for number in range(1_500):
+        index.apply(A, 0, [Stored([EngineHash(10**9 + number)], EngineHash(5 * 10**9 + number), [1, 2, 3, 4], SIZE)])
+    assert index.stats().orphans <= 1_000
+    for _ in range(19):
+        index.apply(A, 0, [prompts.make(100)[0]])
+    assert index.resident(A, Tier.GPU) == 1_900
+    assert index.stats().orphans <= 50
+
+
+def test_removals_and_stores_after_truncation_keep_the_tables_right(prompts: Prompts) -> None:
+    index = capped(1_000)
+    events = [prompts.make(100) for _ in range(30)]
+    for event, _ in events:
+        index.apply(A, 0, [event])
+    for event, _ in events:
+        index.apply(A, 0, [Removed(event.hashes)])
+    assert (total(index), index.stats().keys) == (0, 0)
+    event, blocks = events[0]
+    index.apply(A, 0, [event, Cleared(), event])
+    assert index.overlap(blocks, ALL).blocks(A) == 100
+
+
+def test_copies_go_with_their_block(prompts: Prompts) -> None:
+    index = capped(500)
+    event, blocks = prompts.make(100)
+    index.apply(A, 0, [event, event])
+    for _ in range(10):
+        index.apply(A, 0, [prompts.make(100)[0]])
+    assert index.overlap(blocks, ALL).blocks(A) == 0
+    index.apply(A, 0, [event, Removed(event.hashes)])
+    assert index.overlap(blocks, ALL).blocks(A) == 0
+
+
+def test_the_cap_in_bytes_is_not_exceeded(prompts: Prompts) -> None:
+    cap = 8 * 1024 * 1024
+    tracemalloc.start()
+    try:
+        index = KvIndex(max_bytes=cap)
+        index.bind(A, block_size=SIZE)
+        before = tracemalloc.get_traced_memory()[0]
+        most = 0
+        for _ in range(1_200):
+            index.apply(A, 0, [prompts.make(64)[0]])
+            most = max(most, tracemalloc.get_traced_memory()[0] - before)
+    finally:
+        tracemalloc.stop()
+    assert index.stats().truncated > 0
+    assert most < 1.1 * cap
+
+
+# ---------------------------------------------------------------- purges in steps
+
+
+def test_a_purge_in_steps_hides_the_worker_until_it_is_done(prompts: Prompts) -> None:
+    index = capped(10_000)
+    event, blocks = prompts.make(100)
+    for slot in (A, B):
+        index.apply(slot, 0, [event])
+    steps = index.purging(A, most=30)
+    assert next(steps) == 30
+    assert [index.overlap(blocks, ALL).blocks(slot) for slot in (A, B)] == [0, 100]
+    assert list(steps) == [30, 30, 10]
+    index.apply(A, 0, [event])
+    assert [index.overlap(blocks, ALL).blocks(slot) for slot in (A, B)] == [100, 100]
+
+
+def test_a_purge_that_is_given_up_ends_at_once(prompts: Prompts) -> None:
+    index = capped(10_000)
+    event, blocks = prompts.make(100)
+    index.apply(A, 0, [event])
+    steps = index.purging(A, most=10)
+    next(steps)
+    steps.close()
+    assert index.resident(A, Tier.GPU) == 0
+    index.apply(A, 0, [event])
+    assert index.overlap(blocks, ALL).blocks(A) == 100
+
+
+def test_a_worker_that_leaves_during_its_purge_hides_nobody_else(prompts: Prompts) -> None:
+    index = capped(10_000)
+    event, blocks = prompts.make(100)
+    index.apply(A, 0, [event])
+    steps = index.purging(A, most=10)
+    next(steps)
+    index.release(A)
+    index.bind(A, block_size=SIZE)
+    index.apply(A, 0, [event])
+    assert list(steps) == []
+    assert index.overlap(blocks, ALL).blocks(A) == 100
+
+
+def test_a_purge_touches_its_rank_only_and_is_marked(prompts: Prompts) -> None:
+    index = capped(10_000)
+    (first, blocks), (second, others) = prompts.make(10), prompts.make(10)
+    index.apply(A, 0, [first])
+    index.apply(A, 1, [second])
+    mark = index.mark(A)
+    assert sum(index.purging(A, 0, most=3, cleared=True)) == 10
+    assert (index.mark(A).epoch, index.mark(A).clears) == (mark.epoch, mark.clears + 1)
+    assert [index.overlap(asked, ALL).blocks(A) for asked in (blocks, others)] == [0, 10]
+    assert sum(index.purging(A, most=3)) == 10
+    assert index.mark(A).epoch != mark.epoch
+
+
+# ---------------------------------------------------------------- learned beside announced
+
+
+def test_nothing_is_learned_while_blocks_of_a_gone_process_are_there(prompts: Prompts) -> None:
+    index = KvIndex(approximate=ApproximateSettings())
+    index.bind(A, block_size=SIZE)
+    event, blocks = prompts.make(10)
+    index.apply(A, 0, [event])
+    index.forget(A)
+    assert index.remember(A, blocks, 0, 1.0) is None
+    index.purge(A)
+    assert index.remember(A, blocks, 0, 2.0) is not None
+    assert index.overlap(blocks, ALL).blocks(A) == 10
+
+
+def test_what_was_promised_and_then_learned_is_learned(prompts: Prompts) -> None:
+    index = KvIndex(approximate=ApproximateSettings())
+    index.bind(A, block_size=SIZE)
+    _, blocks = prompts.make(10)
+    speculation = index.speculate(A, blocks)
+    assert index.remember(A, blocks, 0, 1.0) is not None
+    index.retract(speculation)
+    assert index.overlap(blocks, ALL).blocks(A) == 10
+    assert index.forget(A) == 10
+    assert index.overlap(blocks, ALL).blocks(A) == 0
+    assert BlockKey(0) not in index._promises(A)
+    assert index.stats().speculative == 0
