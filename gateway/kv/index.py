@@ -150,10 +150,7 @@ class KvIndex:
         if worker is None:
             return Applied({}, {}, {"unbound": len(events)})
         if not worker.heard and events:
-            worker.heard = True
-            if self._approximate is not None:
-                self._approximate.forget(self._approximate.worker(worker.bit), text=False)
-                worker.learned_blocks = 0
+            self._hear(worker)
         table = worker.ranks.get(rank)
         if table is None:
             table = worker.ranks[rank] = RankTable(self._orphan_limit)
@@ -173,6 +170,13 @@ class KvIndex:
         worker.removed += sum(tally.removed)
         self._orphans_dropped += tally.dropped
         return _applied(tally)
+
+    def _hear(self, worker: WorkerTable) -> None:
+        """Its first event: from here on events say what it holds."""
+        worker.heard = True
+        if self._approximate is not None:
+            self._approximate.forget(self._approximate.worker(worker.bit), text=False)
+            worker.learned_blocks = 0
 
     def preview(self, slot: Slot, rank: int, events: Sequence[KvEvent]) -> None:
         """Show what later events of a rank say while earlier ones are missing, until `end_preview`; they come again
@@ -231,6 +235,8 @@ class KvIndex:
             return
         if cleared:
             worker.clears += 1
+            if not worker.heard:
+                self._hear(worker)
         else:
             self._begin_epoch(worker)
         if self._truncation is not None:

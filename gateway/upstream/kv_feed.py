@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -139,6 +139,7 @@ class KvFeed:
         self._limits = limits or TurnLimits()
         self._replay: zmq.Socket[bytes] | None = None
         self._actions: deque[tuple[_Lane, Action]] = deque()
+        self._purging: Generator[int, None, None] | None = None
         self._doing: tuple[_Lane, Apply | Preview, Iterator[KvEvent]] | None = None
         self._wanted: deque[Callable[[float], list[Action]]] = deque(maxlen=_MAX_WANTED)
         self._wake = asyncio.Event()
@@ -146,7 +147,7 @@ class KvFeed:
     @property
     def caught_up(self) -> bool:
         """Whether the index shows what this rank published: replay done, nothing received waits to be applied."""
-        return self._state.caught_up and not self._actions and self._doing is None
+        return self._state.caught_up and not self._actions and self._doing is None and self._purging is None
 
     @property
     def phase(self) -> FeedPhase:
@@ -217,6 +218,9 @@ class KvFeed:
         finally:
             self._actions.clear()
             self._doing = None
+            if self._purging is not None:
+                self._purging.close()
+                self._purging = None
             self._close_replay()
 
     # ------------------------------------------------------------------ work
@@ -232,6 +236,10 @@ class KvFeed:
     def _step(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
         """The next small piece of work; False when there is none. What was received is applied before more is taken,
         so nothing piles up here; replies come before live messages, which wait in the socket."""
+        if self._purging is not None:
+            if next(self._purging, None) is None:
+                self._purging = None
+            return True
         if self._doing is not None:
             self._apply_some(*self._doing)
             return True
@@ -317,7 +325,7 @@ class KvFeed:
             case EndPreview():
                 self._index.end_preview(self.slot, lane.rank)
             case Purge():
-                self._index.purge(self.slot, lane.rank)
+                self._purging = self._index.purging(self.slot, lane.rank, most=self._limits.turn_blocks)
             case AskReplay():
                 self._ask(action.from_seq)
 
@@ -372,8 +380,13 @@ class KvFeed:
                     self._add(lane, actions, first=True)
                     self._doing = None
                     return
-            else:
-                blocks += len(event.hashes)
+                if isinstance(action, Apply):
+                    self._purging = self._index.purging(
+                        self.slot, lane.rank, most=self._limits.turn_blocks, cleared=True
+                    )
+                    break
+                continue  # a preview shows no clear
+            blocks += len(event.hashes)
             events.append(event)
             if blocks >= self._limits.turn_blocks:
                 break

@@ -238,6 +238,25 @@ async def test_lost_batches_are_replayed_without_double_references(layout: str) 
             assert index.resident(WORKER, Tier.GPU) == 0
 
 
+async def test_a_clear_of_a_full_cache_leaves_turns_to_others() -> None:
+    with engine() as publisher:
+        async with following(publisher.source(), turns=TurnLimits(turn_s=0.0, turn_blocks=100)) as (feed, index):
+            await publisher.subscriber()
+            for start in range(1, 4001, 500):
+                publisher.publish(*[stored(name) for name in range(start, start + 500)])
+            await until(lambda: index.resident(WORKER, Tier.GPU) == 4000)
+            seen: set[int] = set()
+            publisher.publish(stored(5000), {"type": "AllBlocksCleared"}, stored(5001))
+            async with asyncio.timeout(DEADLINE_S):
+                while resident(index) != {5001}:
+                    seen.add(index.resident(WORKER, Tier.GPU))
+                    await asyncio.sleep(0)
+            assert len(seen) > 20
+            await until(lambda: feed.caught_up)
+            assert feed.totals.events == {"stored": 4002, "cleared": 1}
+            assert index.mark(WORKER).clears == 1
+
+
 async def test_lost_batches_without_replay_purge_and_later_ones_count() -> None:
     with engine(layout="off") as publisher:
         async with following(publisher.source()) as (feed, index):
