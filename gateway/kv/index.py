@@ -184,12 +184,23 @@ class KvIndex:
         worker = self._workers.get(slot)
         if worker is None:
             return
+        if not worker.heard:
+            self._hear(worker)
         preview = worker.previews.get(rank)
         if preview is None:
             table = worker.ranks.setdefault(rank, RankTable(self._orphan_limit))
             preview = worker.previews[rank] = Preview(table, self._orphan_limit)
         preview.show(self._placement, worker, events)
         self._weigh(worker)
+
+    def _hear(self, worker: WorkerTable) -> None:
+        """The worker announces: before any of its blocks is placed, what was learned of token keys goes. A key is
+        announced or learned, never both, since each takes the worker's bit away when it ends."""
+        worker.heard = True
+        if self._approximate is not None:
+            learned = self._approximate.worker(worker.bit)
+            self._approximate.forget(learned, text=False)
+            worker.learned_blocks = learned.held_tokens // worker.block_size
 
     def end_preview(self, slot: Slot, rank: int) -> None:
         """Everything shown before its turn has been applied. Fine without a preview; costs the blocks shown."""
@@ -335,14 +346,17 @@ class KvIndex:
         return self._approximate.contradict(learned, known, delivered=delivered, sent_at=sent_at, now=now)
 
     def forget(self, slot: Slot) -> int:
-        """The worker's process is another one, or may be: drop what was learned, and learn until it announces again.
-        Returns how many blocks went. Announced blocks are the feed's (`purge`)."""
+        """The worker's process is another one, or may be: everything it announced and everything learned of it goes,
+        and it is learned from routing until it announces again. Returns how many blocks went."""
         worker = self._workers.get(slot)
-        if worker is None or self._approximate is None:
+        if worker is None:
             return 0
+        gone = self.purge(slot)
         worker.heard = False
-        worker.learned_blocks = 0
-        return self._approximate.forget(self._approximate.worker(worker.bit))
+        if self._approximate is not None:
+            worker.learned_blocks = 0
+            gone += self._approximate.forget(self._approximate.worker(worker.bit))
+        return gone
 
     def expire(self, now: float) -> None:
         """About twice a second: learned blocks end with their life time."""

@@ -173,6 +173,26 @@ def test_a_restart_forgets_and_learns_anew() -> None:
     assert held(made, prompt(20)) == [0, 20]
 
 
+def test_a_key_is_announced_or_learned_never_both() -> None:
+    """A restart is seen by the probe before the feed purges; requests may end in between."""
+    made = index()
+    announce(made, A, 8)
+    assert made.forget(A) == 8
+    made.remember(A, prompt(20), 0, 1.0)
+    made.purge(A)
+    assert held(made, prompt(20)) == [20, 0]
+    # What comes while a gap is repaired is shown before it is applied: that is hearing too.
+    tokens = [0, *range(20 * SIZE)][: 3 * SIZE]
+    hashes = [EngineHash(int(key)) for key in keys.chain(keys.namespace(), tokens, SIZE)]
+    made.preview(A, 0, [Stored(hashes, None, tokens, SIZE)])
+    assert held(made, prompt(20)) == [3, 0]
+    announce(made, A, 8)
+    made.end_preview(A, 0)
+    assert held(made, prompt(20)) == [8, 0]
+    made.purge(A)
+    assert (made.stats().keys, made.stats().approximate.blocks) == (0, 0)
+
+
 def test_a_released_slot_leaves_nothing_behind() -> None:
     made = index()
     made.remember(A, prompt(20), 0, 1.0)
