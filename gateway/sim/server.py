@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -213,13 +213,15 @@ class SimulatedWorker:
             raise ApiError(400, text, type_name="Bad Request")
         body = parse_json(request.body)
         parse = {"/v1/chat/completions": parse_chat, "/generate": parse_generate}.get(request.path, parse_completion)
-        host = self._pick(body, request.headers)
+        host = self._pick(body, request)
         self._begin(parse(body, self._rules, speech=self._speech), request, reply, fault, host)
 
-    def _pick(self, body: Body, headers: Mapping[str, str]) -> EngineHost:
+    def _pick(self, body: Body, request: HttpRequest) -> EngineHost:
         """The rank the request goes to."""
-        asked = headers.get("x-data-parallel-rank")
-        named = rank_of(body, headers, self.settings.release()) if self._sglang else asked
+        named: object = request.headers.get("x-data-parallel-rank")
+        if self._sglang:
+            native = request.path == "/generate"
+            named = rank_of(body, request.headers, self.settings.release(), native=native)
         try:
             return self._ranks.pick(None if named is None else int(str(named)))
         except (ValueError, LookupError) as error:

@@ -58,12 +58,13 @@ def parse_generate(body: Body, rules: Rules, *, speech: Speech) -> Ask:
     )
 
 
-def rank_of(body: Body, headers: Mapping[str, str], release: Release) -> object:
-    """The data-parallel rank the request names, unchecked; None for none."""
+def rank_of(body: Body, headers: Mapping[str, str], release: Release, *, native: bool) -> object:
+    """The data-parallel rank the request names, unchecked; None for none. The header wins over the body, and is not
+    read on the native path (`entrypoints/openai/serving_base.py`, `entrypoints/http_server.py`)."""
     if release < (0, 5, 10):
         return body.get("data_parallel_rank")
-    rank = body.get("routed_dp_rank")
-    return headers.get("x-data-parallel-rank") if rank is None else rank
+    named = None if native else headers.get("x-data-parallel-rank")
+    return body.get("routed_dp_rank") if named is None else named
 
 
 def error_body(error: ApiError) -> bytes:

@@ -52,7 +52,9 @@ class LoadPoller:
     behind it.
 
     `counts` is read by metrics and the admin port. `engine` is what probing found. `workers` says who is behind the
-    URL, by rank, and may be changed while it runs; without it there is one worker with the name of `spec`.
+    URL, by rank, and may be changed while it runs; without it there is one worker with the name of `spec`. A rank that
+    is not in the answer may be gone: the others' samples count, the poll is a failed one, and `on_missing` is called,
+    once.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LoadPoller:
         on_sample: Callable[[WorkerId, LoadSample], None],
         random: Random,
         workers: Mapping[int | None, WorkerId] | None = None,
+        on_missing: Callable[[], None] | None = None,
         poll_s: float = 1.0,
         timeout_s: float = 2.0,
     ) -> None:
@@ -80,6 +83,8 @@ class LoadPoller:
         self.period_s = poll_s
         """Seconds between two polls now."""
         self._timeout_s = timeout_s
+        self._on_missing = on_missing
+        self._missing: frozenset[int | None] | set[int | None] = frozenset()
         self._loads_missing = engine is not EngineKind.SGLANG
         self._counters: Samples = {}
         self._until_counters = 0
@@ -112,10 +117,18 @@ class LoadPoller:
             self.counts.failed += 1
             self.counts.last_error = str(error)
             return
-        self.counts.ok += 1
-        self.counts.last_error = None
         for rank, sample in samples.items():
             self._on_sample(workers[rank], sample)
+        missing = workers.keys() - samples.keys()
+        if missing:
+            self.counts.failed += 1
+            self.counts.last_error = f"no load of data-parallel rank {', '.join(sorted(map(str, missing)))}"
+            if missing != self._missing and self._on_missing is not None:
+                self._on_missing()
+        else:
+            self.counts.ok += 1
+            self.counts.last_error = None
+        self._missing = missing
 
     async def _samples(self, ranks: Sequence[int]) -> Samples:
         if self._loads_missing:

@@ -127,15 +127,15 @@ def parse_metrics(text: bytes, engine: EngineKind) -> LoadSample:
 
 
 def parse_ranks(text: bytes, engine: EngineKind, ranks: Iterable[int]) -> dict[int | None, LoadSample]:
-    """A sample for each of the ranks. Raises ValueError when one of them is not in the text."""
+    """A sample for each of the ranks that is in the text. Raises ValueError when none is."""
     kind, found = _read(text, engine)
     started = start_time(text)
     samples: dict[int | None, LoadSample] = {}
+    label = "engine" if kind is EngineKind.VLLM else "dp_rank"
     for rank in ranks:
-        label = "engine" if kind is EngineKind.VLLM else "dp_rank"
         own = {name: [item for item in items if item.labels.get(label) == str(rank)] for name, items in found.items()}
         if not own["running"] or not own["waiting"]:
-            raise ValueError(f'/metrics shows no load of data-parallel rank {rank} ({label}="{rank}")')
+            continue
         if kind is EngineKind.VLLM:
             sample = _vllm(own)
             blocks = vllm_cache(found["cache"])[1]
@@ -143,6 +143,8 @@ def parse_ranks(text: bytes, engine: EngineKind, ranks: Iterable[int]) -> dict[i
         else:
             sample = _sglang(own | {"page": found["page"]})
         samples[rank] = replace(sample, start_time_unix=started)
+    if not samples:
+        raise ValueError(f"/metrics has no num_requests_running or num_running_reqs with a label {label!r}")
     return samples
 
 
@@ -285,12 +287,13 @@ def parse_loads(body: bytes) -> LoadSample:
 
 
 def parse_rank_loads(body: bytes, ranks: Iterable[int]) -> dict[int | None, LoadSample]:
-    """The same for each of the ranks. Raises ValueError too when one of them is missing."""
-    said = {load.dp_rank: load for load in _LOADS.decode(body).loads}
-    samples: dict[int | None, LoadSample] = {}
-    for rank in ranks:
-        load = said.get(rank)
-        if load is None:
-            raise ValueError(f"/v1/loads does not name data-parallel rank {rank}")
-        samples[rank] = LoadSample(load.num_running_reqs, load.num_waiting_reqs, load.token_usage)
+    """The same for each of the ranks that it names. Raises ValueError too when it names none of them."""
+    wanted = set(ranks)
+    samples: dict[int | None, LoadSample] = {
+        load.dp_rank: LoadSample(load.num_running_reqs, load.num_waiting_reqs, load.token_usage)
+        for load in _LOADS.decode(body).loads
+        if load.dp_rank in wanted
+    }
+    if not samples:
+        raise ValueError("/v1/loads names none of the data-parallel ranks")
     return samples

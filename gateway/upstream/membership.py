@@ -275,6 +275,7 @@ class Membership:
             on_sample=self._on_sample,
             random=self._rng,
             workers=member.by_rank(),
+            on_missing=member.look.set,
             poll_s=self._settings.poll_s,
         )
         self._tasks.start(f"load {spec.name}", member.poller.run)

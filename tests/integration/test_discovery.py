@@ -283,3 +283,20 @@ async def test_sglang_before_v1_loads(poller: Pollers) -> None:
         await polling.poll()
     assert app.asked == ["/v1/loads", "/metrics", "/metrics"]
     assert samples.seen[0][1].prefix_hits == 7408
+
+
+async def test_a_rank_that_is_gone_is_told_once_and_the_others_count_on(poller: Pollers) -> None:
+    """The server has fewer ranks than it had: what is there now must be asked."""
+    app, samples = Replay("vllm-0.32.0"), Samples()
+    told: list[int] = []
+    async with serving(app) as url:
+        ranks = {0: WorkerId("w1@0"), 1: WorkerId("w1@1")}
+        polling = poller(url, EngineKind.VLLM, samples, workers=ranks, on_missing=lambda: told.append(1))
+        for _ in range(3):
+            await polling.poll()
+        assert (polling.counts.ok, polling.counts.failed, told) == (0, 3, [1])
+        assert "rank 1" in (polling.counts.last_error or "")
+        polling.workers = {None: WorkerId("w1")}
+        await polling.poll()
+    assert [worker for worker, _ in samples.seen] == ["w1@0"] * 3 + ["w1"]
+    assert (polling.counts.ok, polling.counts.last_error) == (1, None)
