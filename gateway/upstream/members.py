@@ -39,6 +39,10 @@ class Seat:
     tightened: bool = False
     """Its refresh is, so the load of its server is polled more often."""
 
+    def feed_name(self, source: EventSource) -> str:
+        """Name of the task that follows one of its feeds."""
+        return f"feed {self.spec.name} {source.rank} {source.endpoint}"
+
     @property
     def trust(self) -> TrustState:
         """The worst state among its feeds; without any nothing is heard of its cache."""
@@ -115,3 +119,8 @@ class Member:
             return facts
         findings = facts.findings if self.reported else (*facts.findings, HITS_NOT_REPORTED.found(facts.engine))
         return replace(facts, cached_tokens_reported=self.reported, findings=findings)
+
+
+def cut(facts: WorkerFacts) -> tuple[object, ...]:
+    """What decides how a server cuts prompts into tokens."""
+    return facts.engine, facts.version, facts.models, facts.root, facts.start_time_unix

@@ -38,7 +38,7 @@ from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
-from gateway.upstream.members import Member, Seat
+from gateway.upstream.members import Member, Seat, cut
 from gateway.upstream.parity import token_differences
 from gateway.upstream.ranks import rank_facts, rank_specs
 
@@ -252,7 +252,7 @@ class Membership:
             member.restarted()
         facts = member.with_reports(facts)
         hasher = await self._on_joining(member.spec, facts)  # a tokenizer may have come within reach
-        if hasher is not member.hasher or before is None or _cut(facts) != _cut(before):
+        if hasher is not member.hasher or before is None or cut(facts) != cut(before):
             member.hasher = hasher
             member.compared, member.differences = False, ()
         if facts != before:
@@ -391,19 +391,10 @@ class Membership:
                 clock=self._clock,
                 turns=self._turns,
             )
-            self._tasks.start(_feed_name(seat, source), feed.run)
+            self._tasks.start(seat.feed_name(source), feed.run)
 
     async def _stop_feeds(self, seat: Seat, sources: Sequence[EventSource]) -> None:
         for source in sources:
-            await self._tasks.stop(_feed_name(seat, source))
+            await self._tasks.stop(seat.feed_name(source))
             feed = seat.feeds.pop(source)
             self._index.purge(feed.slot, source.rank)
-
-
-def _cut(facts: WorkerFacts) -> tuple[object, ...]:
-    """What decides how a server cuts prompts into tokens."""
-    return facts.engine, facts.version, facts.models, facts.root, facts.start_time_unix
-
-
-def _feed_name(seat: Seat, source: EventSource) -> str:
-    return f"feed {seat.spec.name} {source.rank} {source.endpoint}"
