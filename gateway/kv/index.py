@@ -171,13 +171,6 @@ class KvIndex:
         self._orphans_dropped += tally.dropped
         return _applied(tally)
 
-    def _hear(self, worker: WorkerTable) -> None:
-        """Its first event: from here on events say what it holds."""
-        worker.heard = True
-        if self._approximate is not None:
-            self._approximate.forget(self._approximate.worker(worker.bit), text=False)
-            worker.learned_blocks = 0
-
     def preview(self, slot: Slot, rank: int, events: Sequence[KvEvent]) -> None:
         """Show what later events of a rank say while earlier ones are missing, until `end_preview`; they come again
         through `apply`, in order."""
