@@ -228,6 +228,11 @@ class IndexSettings(_Section):
     approximate_tokens: int = Field(
         262_144, ge=1024, le=1 << 40, description="Cache of a worker that does not report its size, in tokens."
     )
+    offload_ttl_s: Seconds = Field(
+        3600,
+        description="How long a block counts in a store that never says what it drops (LMCache, Mooncake, offload to "
+        "disk or objects), since it was last announced.",
+    )
 
 
 class TimeoutSettings(_Section):

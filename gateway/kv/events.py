@@ -61,6 +61,13 @@ _TIERS: Final[dict[str | None, Tier]] = {
     "SHARED": Tier.REMOTE,
 }
 
+# Stores without removals: the storage tiers of vLLM's OffloadingConnector, and, in lower case, LMCache inside the
+# engine and Mooncake's connector.
+_FLEETING: Final = frozenset({"cpu", "FS", "OBJ", "STORAGE"})
+
+_REMOVES_FROM_STORAGE: Final = "kvcr"
+"""Owner of a storage tier that does announce removals."""
+
 _MASK64: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 # Parents that stand for "no parent": 0 is what some simulators send instead of nil; the other is Python's hash of the
@@ -88,6 +95,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     are the token ids of all of them, empty in placeholder events. `keyed` says that the event itself carries what
     else entered the hashes; `salt` and `extras` are then to be believed when None. `extras` has one entry a block:
     canonical bytes of its multimodal items (see `identity_bytes`), or None; it is None when no block has any.
+    `fleeting` says that who announces blocks of this medium never announces that they are gone.
     """
 
     hashes: list[EngineHash]
@@ -101,6 +109,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     salt: str | None = None
     extras: list[bytes | None] | None = None
     keyed: bool = False
+    fleeting: bool = False
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
@@ -341,7 +350,9 @@ def _stored(raw: dict[str, Any]) -> KvEvent | str:
         extras = [None if item is None else _encode(item) for item in items]
         if len(extras) != len(hashes):
             return "malformed"
-    return Stored(hashes, parent, tokens, block_size, tier, group, kind, adapter, salt, extras, extra_keys is not None)
+    keyed = extra_keys is not None
+    fleeting = medium in _FLEETING and get("ownership") != _REMOVES_FROM_STORAGE
+    return Stored(hashes, parent, tokens, block_size, tier, group, kind, adapter, salt, extras, keyed, fleeting)
 
 
 def _split_extras(

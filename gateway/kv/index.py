@@ -40,6 +40,11 @@ DEFAULT_ORPHAN_LIMIT: Final = 16_384
 DEFAULT_SPECULATIVE_LIMIT: Final = 500_000
 """Speculative keys kept for a worker: 500 prompts of 16k tokens on their way to it at a block size of 16."""
 
+DEFAULT_OFFLOAD_TTL_S: Final = 3600.0
+"""Shared stores are large, and what is used is announced again; an hour is a guess on the short side."""
+
+_EXPIRED_AT_ONCE: Final = 5_000  # some 5 ms; the rest waits for the next turn
+
 _INT_BYTES: Final = 32  # a Python int between 2**30 and 2**60; one more digit is within the same allocation size
 
 
@@ -99,9 +104,11 @@ class KvIndex:
         speculative_limit: int = DEFAULT_SPECULATIVE_LIMIT,
         approximate: ApproximateSettings | None = None,
         max_bytes: int | None = None,
+        offload_ttl_s: float = DEFAULT_OFFLOAD_TTL_S,
     ) -> None:
-        """Without `approximate` nothing is learned from routing; without `max_bytes` there is no cap."""
-        self._placement = Placement()
+        """Without `approximate` nothing is learned from routing; without `max_bytes` there is no cap. `offload_ttl_s`
+        is how long blocks count that nobody will ever remove (`gateway.kv.offload`)."""
+        self._placement = Placement(offload_ttl_s)
         self._truncation = Truncation(self._placement, max_bytes) if max_bytes is not None else None
         self._total = 0
         """What all workers' tables take, in blocks (`WorkerTable.weight`); counted for the cap only."""
@@ -352,7 +359,8 @@ class KvIndex:
         return gone
 
     def expire(self, now: float) -> None:
-        """About twice a second: learned blocks end with their life time."""
+        """About twice a second: blocks that nobody removes and learned ones end with their life time."""
+        self._placement.expire(self._workers.values(), now, _EXPIRED_AT_ONCE)
         approximate = self._approximate
         if approximate is None:
             return
@@ -417,7 +425,8 @@ class KvIndex:
                 # One int for the hash, one for the key; a mask is one int shared by many keys or amortised over
                 # the workers in it.
                 total += sys.getsizeof(held) + sys.getsizeof(copies) + 2 * _INT_BYTES * len(held)
-            total += sys.getsizeof(table.heads) + sys.getsizeof(table.orphans)
+            total += sum(map(sys.getsizeof, table.heads)) + sys.getsizeof(table.orphans)
+            total += table.chunks.bytes + sum(lifetimes.bytes for lifetimes in table.lifetimes)
             total += _ORPHAN_BYTES * (len(table.orphans) - table.placeholders) + _PLACEHOLDER_BYTES * table.placeholders
         return total
 

@@ -14,13 +14,17 @@ Rules:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Final
 
 from gateway.keys import chain, with_extra
 from gateway.kv.events import KvEvent, Removed, Stored
-from gateway.kv.tables import TIER_INDEX, RankTable, WorkerTable
+from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.records import BlockKey, EngineHash, Tier
+
+_WIDENED: Final = 64
+"""Chunks that get their other blocks once it is known how many they have: the newest, usually the first two."""
 
 _GPU: Final = Tier.GPU  # hashing an enum member runs Python code; the usual tier is compared instead
 
@@ -45,11 +49,14 @@ class Tally:
 
 
 class Placement:
-    """Masks of workers by block key, one dictionary a tier, and the code that changes them."""
+    """Masks of workers by block key, one dictionary a tier, and the code that changes them. `now` is the time of the
+    last `expire` in seconds; what is fleeting lives for `lifetime_s` from there."""
 
-    __slots__ = ("masks", "slow_slots")
+    __slots__ = ("lifetime_s", "masks", "now", "slow_slots")
 
-    def __init__(self) -> None:
+    def __init__(self, lifetime_s: float) -> None:
+        self.lifetime_s = lifetime_s
+        self.now = 0.0
         self.masks: list[dict[BlockKey, int]] = [{}, {}, {}, {}]
         self.slow_slots = 0
 
@@ -69,11 +76,12 @@ class Placement:
         went; with the last of them goes what waits for a parent."""
         left = sys.maxsize if most is None else most
         for tier, held in enumerate(table.held):
+            heads = table.heads[tier]
             while held and left:
                 engine_hash, key = held.popitem()
                 left -= 1
-                if table.heads:
-                    for head in table.heads.get(engine_hash, ()):
+                if heads:
+                    for head in heads.pop(engine_hash, ()):
                         self._drop(worker, tier, head)
                 self._drop(worker, tier, key)
         if not any(table.held):
@@ -84,9 +92,23 @@ class Placement:
         """Forget a block in one tier, however many copies of it there are. Returns how many keys it stood for."""
         key = table.held[tier].pop(engine_hash)
         table.copies[tier].pop(engine_hash, None)
-        heads = table.heads.get(engine_hash, ()) if table.heads else ()
+        table.lifetimes[tier].forget(engine_hash)
+        heads = table.heads[tier].get(engine_hash, ())
         self._unplace(worker, table, tier, engine_hash, key)
         return 1 + len(heads)
+
+    def expire(self, workers: Iterable[WorkerTable], now: float, most: int) -> None:
+        """Time has passed: at most so many blocks whose life is over go."""
+        self.now = now
+        for worker in workers:
+            for table in worker.ranks.values():
+                for tier, lifetimes in enumerate(table.lifetimes):
+                    for engine_hash in islice(lifetimes.over(now), most):
+                        most -= 1
+                        if engine_hash in table.held[tier]:
+                            self.let_go(worker, table, tier, engine_hash)
+                        while table.remove_orphan_copy(engine_hash, tier):
+                            pass
 
     # ------------------------------------------------------------------ stores
 
@@ -97,7 +119,9 @@ class Placement:
             return
         tier = 0 if event.tier is _GPU else TIER_INDEX[event.tier]
         tokens = event.tokens
-        if not tokens or (tier and worker.counted and not event.keyed):
+        if event.fleeting:
+            table.lifetimes[tier].announced(hashes, self.now + self.lifetime_s)
+        if not tokens or (tier and worker.counted and not event.keyed and not _own_names(event)):
             self._join(worker, table, event, tier, tally)
             return
         span = 1
@@ -132,6 +156,8 @@ class Placement:
             for position, engine_hash in enumerate(hashes):
                 part = keys[position * span : (position + 1) * span]
                 self.place(worker, table, tier, engine_hash, part, tally)
+        if tier == 0 and worker.counted:
+            table.chunks.stored(parent, hashes)
         if table.orphans:
             for engine_hash in hashes:
                 self._adopt(worker, table, engine_hash, tally)
@@ -186,8 +212,12 @@ class Placement:
             return
         held[engine_hash] = keys[-1]
         if len(keys) > 1:
-            table.heads[engine_hash] = tuple(keys[:-1])
+            table.heads[tier][engine_hash] = tuple(keys[:-1])
         tally.stored[tier] += 1
+        self._hold(worker, tier, keys)
+
+    def _hold(self, worker: WorkerTable, tier: int, keys: Sequence[BlockKey]) -> None:
+        """One holder more of each of `keys`."""
         masks = self.masks[tier]
         bit = worker.bit
         for key in keys:
@@ -202,21 +232,38 @@ class Placement:
 
     def _repeat(self, worker: WorkerTable, table: RankTable, tier: int, engine_hash: EngineHash, tally: Tally) -> None:
         tally.repeated += 1
-        if worker.counted:
+        if worker.counted and engine_hash not in table.lifetimes[tier]:
             copies = table.copies[tier]
             copies[engine_hash] = copies.get(engine_hash, 0) + 1
 
     def _join(self, worker: WorkerTable, table: RankTable, event: Stored, tier: int, tally: Tally) -> None:
         """A store whose keys must come from what the rank announced before, by engine hash."""
+        alone = bool(event.tokens)  # then every block of a chunk is named
+        if event.block_size and not alone:
+            size, rest = divmod(event.block_size, worker.block_size * max(1, worker.span))
+            if size and not rest:
+                table.chunks.told(size)
         for engine_hash in event.hashes:
-            key = table.key_of(engine_hash)
-            if key is None:
+            keys = table.keys_of(engine_hash) if alone else _chunk_keys(table, tier, engine_hash)
+            if not keys:
                 tally.orphans += 1
                 tally.dropped += table.add_orphan(
                     engine_hash, tier, parent=None, tokens=None, extra=None, counted=worker.counted
                 )
             else:
-                self.place(worker, table, tier, engine_hash, (*table.heads_of(engine_hash), key), tally)
+                self.place(worker, table, tier, engine_hash, keys, tally)
+        if table.chunks.news:
+            self._widen(worker, table)
+
+    def _widen(self, worker: WorkerTable, table: RankTable) -> None:
+        """How many blocks a chunk has became known: chunks that were told before get theirs."""
+        table.chunks.news = False
+        for tier in range(1, len(TIERS)):
+            heads = table.heads[tier]
+            for end in list(islice(reversed(table.held[tier]), _WIDENED)):
+                if end not in heads and (earlier := _chunk_keys(table, tier, end)[:-1]):
+                    heads[end] = earlier
+                    self._hold(worker, tier, earlier)
 
     # ------------------------------------------------------------------ orphans
 
@@ -225,9 +272,9 @@ class Placement:
         parent = event.parent
         size = event.block_size
         for position, engine_hash in enumerate(event.hashes):
-            key = table.key_of(engine_hash)
-            if key is not None:
-                self.place(worker, table, tier, engine_hash, (*table.heads_of(engine_hash), key), tally)
+            keys = table.keys_of(engine_hash)
+            if keys:
+                self.place(worker, table, tier, engine_hash, keys, tally)
             else:
                 tally.orphans += 1
                 tally.dropped += table.add_orphan(
@@ -249,9 +296,11 @@ class Placement:
         """`engine_hash` is known now: place what waited for it, and what waits for that in turn."""
         known = table.take_orphan(engine_hash)
         if known is not None:
-            key = table.key_of(engine_hash)
-            if key is not None:
-                self._place_copies(worker, table, engine_hash, known.copies, (*table.heads_of(engine_hash), key), tally)
+            keys = table.keys_of(engine_hash)
+            if keys:
+                self._place_copies(worker, table, engine_hash, known.copies, keys, tally)
+                if table.chunks.news:
+                    self._widen(worker, table)
         ready = [engine_hash]
         while ready:
             parent = ready.pop()
@@ -267,12 +316,14 @@ class Placement:
                     continue
                 span = len(tokens) // worker.block_size
                 extras = None if orphan.extra is None else [orphan.extra]
-                keys = (
+                if orphan.copies[0] and worker.counted:
+                    table.chunks.stored(parent, [child])
+                child_keys = (
                     chain(seed, tokens, worker.block_size)
                     if extras is None
                     else _chain_with_extras(seed, tokens, worker.block_size, span, extras)
                 )
-                self._place_copies(worker, table, child, orphan.copies, keys, tally)
+                self._place_copies(worker, table, child, orphan.copies, child_keys, tally)
                 ready.append(child)
 
     def _place_copies(
@@ -281,10 +332,13 @@ class Placement:
         table: RankTable,
         engine_hash: EngineHash,
         copies: list[int],
-        keys: Sequence[BlockKey],
+        own: Sequence[BlockKey],
         tally: Tally,
     ) -> None:
         for tier, count in enumerate(copies):
+            keys: Sequence[BlockKey] = own
+            if count and tier and engine_hash in table.held[0]:
+                keys = _chunk_keys(table, tier, engine_hash)
             for _ in range(count):
                 self.place(worker, table, tier, engine_hash, keys, tally)
 
@@ -311,18 +365,21 @@ class Placement:
                     tally.ignore("unknown_removal", 1)  # normal: announced before we listened
                 continue
             tally.removed[tier] += 1
+            if tier:
+                table.lifetimes[tier].forget(engine_hash)
             self._unplace(worker, table, tier, engine_hash, key)
 
     def _unplace(
         self, worker: WorkerTable, table: RankTable, tier: int, engine_hash: EngineHash, key: BlockKey
     ) -> None:
         """What `engine_hash` stood for in a tier it is no longer held in."""
-        if table.heads and engine_hash in table.heads:
-            for head in table.heads[engine_hash]:
+        heads = table.heads[tier]
+        if heads:
+            for head in heads.pop(engine_hash, ()):
                 self._drop(worker, tier, head)
-            if table.key_of(engine_hash) is None:
-                del table.heads[engine_hash]
         self._drop(worker, tier, key)
+        if table.chunks.follows and table.key_of(engine_hash) is None:
+            table.chunks.forget(engine_hash)
 
     def _drop(self, worker: WorkerTable, tier: int, key: BlockKey) -> None:
         """One holder of `key` less; the worker's bit goes with the last one."""
@@ -344,6 +401,24 @@ class Placement:
         worker.blocks[tier] -= 1
         if tier and not any(worker.blocks[1:]):
             self.slow_slots &= ~bit
+
+
+def _own_names(event: Stored) -> bool:
+    """Whether the blocks have names of their own beside those on GPU, as LMCache's chunks do: joining finds nothing.
+    LMCache tells no cache group, and its own hits ask for the tokens alone."""
+    return event.fleeting and event.group is None
+
+
+def _chunk_keys(table: RankTable, tier: int, engine_hash: EngineHash) -> tuple[BlockKey, ...]:
+    """Keys of everything a placeholder stands for: its block, and before it the others of the chunk it ends."""
+    keys = table.keys_of(engine_hash)
+    on_gpu = table.held[0]
+    if engine_hash not in on_gpu:
+        return keys
+    before = table.chunks.before(engine_hash, table.held[tier])
+    if not before:
+        return keys
+    return (*(key for earlier in before if earlier in on_gpu for key in table.keys_of(earlier)), *keys)
 
 
 def _chain_with_extras(

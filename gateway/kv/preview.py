@@ -53,6 +53,7 @@ class Preview:
             if shown:
                 placement.apply(worker, self.over, one, tally)
             if engine_hash in self._table.held[tier] and not (shown and worker.counted):
-                keys = (*self._table.heads_of(engine_hash), self._table.held[tier][engine_hash])
+                own = self._table.heads[tier].get(engine_hash, ())
+                keys = (*own, self._table.held[tier][engine_hash])
                 self._hidden.append((tier, engine_hash, keys))
                 placement.apply(worker, self._table, one, tally)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from gateway.keys import namespace
+from gateway.kv.offload import Chunks, Lifetimes
 from gateway.kv.speculation import Promises
 from gateway.records import BlockKey, EngineHash, Slot, Tier
 
@@ -53,18 +54,21 @@ class Orphan:
 
 class RankTable:
     """One rank's blocks, or with `below` what a preview lays over them (`gateway.kv.preview`). `held[tier]` maps engine
-    hash to block key; `copies[tier]` counts copies beyond the first; `heads` has the earlier keys of a block that spans
-    several keys (see `KvIndex`). `usual_kinds` has the kind last told for each group that counts: a store that repeats
-    it need not ask `measures`."""
+    hash to block key; `copies[tier]` counts copies beyond the first; `heads[tier]` has the earlier keys of a block that
+    stands for several keys there: because it spans them (see `KvIndex`), or because it ends a chunk. `chunks` and
+    `lifetimes[tier]`: see `offload`. `usual_kinds` has the kind last told for each group that counts: a store that
+    repeats it need not ask `measures`."""
 
     __slots__ = (
         "_children",
         "_groups",
         "_orphan_limit",
         "below",
+        "chunks",
         "copies",
         "heads",
         "held",
+        "lifetimes",
         "orphans",
         "placeholders",
         "usual_kinds",
@@ -74,7 +78,9 @@ class RankTable:
         self.below = below
         self.held: list[dict[EngineHash, BlockKey]] = [{}, {}, {}, {}]
         self.copies: list[dict[EngineHash, int]] = [{}, {}, {}, {}]
-        self.heads: dict[EngineHash, tuple[BlockKey, ...]] = {}
+        self.heads: list[dict[EngineHash, tuple[BlockKey, ...]]] = [{}, {}, {}, {}]
+        self.chunks = Chunks()
+        self.lifetimes = [Lifetimes() for _ in TIERS]
         self.orphans: dict[EngineHash, Orphan] = {}
         self.placeholders = 0
         self._children: dict[EngineHash, list[EngineHash]] = {}
@@ -90,12 +96,13 @@ class RankTable:
                 return key
         return None if self.below is None else self.below.key_of(engine_hash)
 
-    def heads_of(self, engine_hash: EngineHash) -> tuple[BlockKey, ...]:
-        """The earlier keys of a block the rank holds in any tier."""
-        heads = self.heads.get(engine_hash)
-        if heads is None:
-            return () if self.below is None else self.below.heads_of(engine_hash)
-        return heads
+    def keys_of(self, engine_hash: EngineHash) -> tuple[BlockKey, ...]:
+        """Every key of a block the rank holds, as the fastest tier has it; empty when it holds none."""
+        for held, heads in zip(self.held, self.heads, strict=True):
+            key = held.get(engine_hash)
+            if key is not None:
+                return (*heads.get(engine_hash, ()), key) if heads else (key,)
+        return () if self.below is None else self.below.keys_of(engine_hash)
 
     def measures(self, group: int | None, kind: str | None) -> bool:
         """Whether blocks of this cache group tell the length of a reusable prefix.
@@ -177,7 +184,9 @@ class RankTable:
         for tier in range(len(TIERS)):
             self.held[tier] = {}
             self.copies[tier] = {}
-        self.heads = {}
+            self.heads[tier] = {}
+            self.lifetimes[tier] = Lifetimes()
+        self.chunks.clear()
         self.orphans = {}
         self.placeholders = 0
         self._children = {}
@@ -236,9 +245,11 @@ class WorkerTable:
         self._roots: dict[tuple[str | None, str | None], BlockKey] = {}
 
     def weight(self) -> int:
-        """What its entries take, in blocks. An orphan keeps its tokens: twice a block's bytes."""
+        """What its entries take, in blocks. An orphan keeps its tokens: twice a block's bytes. What is noted of an
+        offloaded block is half of one."""
         tables = [*self.ranks.values(), *(preview.over for preview in self.previews.values())]
-        return sum(self.blocks) + ORPHAN_BLOCKS * sum(len(table.orphans) for table in tables)
+        weight = sum(self.blocks) + ORPHAN_BLOCKS * sum(len(table.orphans) for table in tables)
+        return weight + sum(len(table.chunks) + sum(map(len, table.lifetimes)) for table in tables) // 2
 
     def root(self, adapter: str | None, salt: str | None) -> BlockKey:
         """Seed of the chains of one adapter and salt."""

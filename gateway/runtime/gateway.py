@@ -101,6 +101,7 @@ class Gateway:
                 default_tokens=settings.index.approximate_tokens,
                 limit=settings.index.max_bytes // 2 // LEARNED_BYTES,
             ),
+            offload_ttl_s=settings.index.offload_ttl_s,
         )
         routing = settings.routing
         self.router = Router(

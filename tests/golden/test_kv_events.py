@@ -74,7 +74,7 @@ def found_event(event: Stored | Removed | Cleared) -> dict[str, Any]:
         return {"is": "Cleared"}
     found = {"is": type(event).__name__, **msgspec.structs.asdict(event)}
     found["tier"] = found["tier"].value
-    for name in ("salt", "extras", "keyed"):
+    for name in ("salt", "extras", "keyed", "fleeting"):
         found.pop(name, None)
     return found
 
@@ -166,6 +166,25 @@ def test_only_events_with_extra_keys_are_keyed() -> None:
     assert stored("vllm_0.30_map_session")[0].keyed
     assert not stored("vllm_0.33_offload_self_describing")[0].keyed
     assert not stored("vllm_0.14_stored_lora")[0].keyed
+
+
+def test_media_that_are_never_told_to_be_empty() -> None:
+    fleeting = {path.stem for path in FILES for event in _stores(path) if event.fleeting}
+    assert fleeting == {
+        "vllm_0.33_mooncake_store",
+        "vllm_0.33_lmcache",
+        "vllm_0.26_map_locality",
+        "vllm_0.27_map_storage",
+        "mooncake_master_stored",
+    }
+
+
+def _stores(path: Path) -> list[Stored]:
+    content = load(path)
+    if "batch" not in content["decoded"]:
+        return []
+    batch = decode_batch(frames_of(content["frames_hex"])[-1])
+    return [event for event in batch.events if isinstance(event, Stored)] if isinstance(batch, KvBatch) else []
 
 
 @pytest.mark.parametrize("capture", ["vllm-0.32.0", "vllm-0.32.0/kv-bytes-sha256_cbor", "vllm-0.16.0", "sglang-0.5.23"])

@@ -443,6 +443,7 @@ def test_long_runs_end_where_they_end(index: KvIndex) -> None:
 def test_slow_tiers_continue_the_fast_run_only(index: KvIndex) -> None:
     names = range(1, 7)
     apply(index, A, store(names, tokens(6)))
+    apply(index, A, placeholder(1))  # blocks are told one by one
     apply(index, A, placeholder(3), placeholder(4, tier=Tier.DISK), placeholder(4, tier=Tier.REMOTE), placeholder(6))
     apply(index, A, removed(3, 4, 5, 6))
     overlaps = index.overlap(request(tokens(6)), ALL)
