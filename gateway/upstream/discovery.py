@@ -171,7 +171,7 @@ async def _ask(spec: WorkerSpec, client: ControlClient, *, first: bool) -> _Answ
     try:
         async with asyncio.TaskGroup() as group:
             asking_version = group.create_task(_if(wants_vllm, client, spec, "/version"))
-            asking_info = group.create_task(_server_info(wants_sglang, client, spec))
+            asking_info = group.create_task(_server_info(wants_sglang, client, spec, asking_version))
             asking_metrics = group.create_task(_optional(True, client, spec, "/metrics", findings))
             asking_need = group.create_task(_needs_key(spec, client, first=first))
             asking_sources = group.create_task(_optional(wants_vllm, client, spec, "/kv_event_sources", findings))
@@ -200,8 +200,13 @@ async def _if(wanted: bool, client: ControlClient, spec: WorkerSpec, path: str) 
     return await client.get(spec.url + path, api_key=spec.api_key) if wanted else None
 
 
-async def _server_info(wanted: bool, client: ControlClient, spec: WorkerSpec) -> tuple[_ServerInfo | None, bool]:
-    """What SGLang says of itself, and whether it may have something to say and did not (rule 3)."""
+async def _server_info(
+    wanted: bool, client: ControlClient, spec: WorkerSpec, version: asyncio.Task[Answer | None]
+) -> tuple[_ServerInfo | None, bool]:
+    """What SGLang says of itself, and whether it may have something to say and did not (rule 3). vLLM has a path so
+    named in its development mode, and looks over the whole machine to answer: it is not asked."""
+    if not wanted or _maybe(await version, _Version) is not None:
+        return None, False
     silent = False
     for path in ("/server_info", "/get_server_info"):  # the second up to 0.5.7
         answer = await _if(wanted, client, spec, path)

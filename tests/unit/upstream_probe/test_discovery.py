@@ -227,6 +227,15 @@ async def test_a_configured_engine_is_not_guessed() -> None:
     assert {request.url.path for request in seen} == {"/v1/models", "/server_info", "/metrics"}
 
 
+async def test_vllm_is_not_asked_for_what_sglang_says_of_itself() -> None:
+    """In its development mode it has that path, and takes seconds to answer."""
+    seen: list[httpx.Request] = []
+    answers = answers_of("vllm-0.32.0")
+    answers["/server_info"] = (0, "")
+    assert (await probed(answers, spec(), seen)).engine is EngineKind.VLLM
+    assert "/server_info" not in {request.url.path for request in seen}
+
+
 async def test_prefix_caching_off_is_told() -> None:
     answers = answers_of("vllm-0.32.0")
     answers["/metrics"] = (200, answers["/metrics"][1].replace('_caching="True"', '_caching="False"'))
