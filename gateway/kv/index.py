@@ -70,7 +70,7 @@ class Applied:
 class IndexStats:
     """The state of the index. `blocks` counts distinct keys by slot and tier; `ignored` is by slot and reason, since
     the slot was bound. `truncated` counts blocks let go because of the cap. `estimated_bytes` covers every table; it is
-    an estimate, good to a tenth."""
+    an estimate, good to a tenth. `keys` are distinct keys in all tiers, promised and learned ones included."""
 
     blocks: Mapping[Slot, Mapping[Tier, int]]
     ignored: Mapping[Slot, Mapping[str, int]]
@@ -327,8 +327,7 @@ class KvIndex:
         worker = self._workers.get(slot)
         if worker is None or self._approximate is None:
             return None
-        # Announced blocks of a process that is gone are the feed's to drop; until then nothing is learned beside them.
-        if blocks.mode is not PrefixMode.APPROXIMATE and (worker.heard or any(worker.blocks)):
+        if worker.heard and blocks.mode is not PrefixMode.APPROXIMATE:
             return None
         blocks = blocks.text or blocks  # of token ids an engine told only the beginning is known
         learned = self._approximate.worker(worker.bit)

@@ -35,6 +35,11 @@ class Rig:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    @property
+    def announced(self) -> int:
+        """Blocks that the index has from events, of all workers and tiers."""
+        return sum(sum(tiers.values()) for tiers in self.gateway.index.stats().blocks.values())
+
     def engine(self, name: str) -> SimulatedWorker:
         """By worker name."""
         return next(engine for engine in self.engines if engine.settings.name == name)

@@ -106,7 +106,7 @@ async def test_a_mixed_fleet_takes_each_workers_overlap_from_the_right_index() -
         # Past the gateway: only the worker with events tells.
         for name in ("w1", "w2"):
             assert (await r.http.post(r.engine(name).url + "/v1/completions", json=body)).status_code == 200
-        await until(lambda: r.gateway.index.stats().keys >= 40)
+        await until(lambda: r.announced >= 40)
         assert await cached(r, body, "/v1/completions") == ("w1", 624, 624)
         # Through the gateway: w2 is learned from routing, and both are compared in one decision.
         other = {"model": "demo", "prompt": tokens(2, 640), "max_tokens": 1}

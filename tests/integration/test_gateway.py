@@ -47,7 +47,7 @@ async def test_a_conversation_stays_where_its_prefix_is() -> None:
     async with rig(4) as r:
         first, predicted, delivered = await cached(r, chat("How do I fix a flat tyre?"))
         assert (predicted, delivered) == (0, 0)
-        await until(lambda: r.gateway.index.stats().keys > 0)
+        await until(lambda: r.announced > 0)
         for question in ("Which pump?", "Which glue?", "How long does it take?"):
             worker, predicted, delivered = await cached(r, chat(question))
             assert worker == first
@@ -60,7 +60,7 @@ async def test_only_events_tell_of_what_others_did() -> None:
         body = {"model": "demo", "prompt": tokens(7, 640), "max_tokens": 1}
         answer = await r.http.post(r.engine("w2").url + "/v1/completions", json=body)
         assert answer.status_code == 200
-        await until(lambda: r.gateway.index.stats().keys >= 40)
+        await until(lambda: r.announced >= 40)
         assert await cached(r, body, "/v1/completions") == ("w2", 624, 624)
 
 
@@ -77,7 +77,7 @@ async def test_a_gateway_that_starts_late_learns_by_replay() -> None:
 async def test_salts_do_not_share() -> None:
     async with rig(1) as r:
         await cached(r, chat("a", cache_salt="one"))
-        await until(lambda: r.gateway.index.stats().keys > 0)
+        await until(lambda: r.announced > 0)
         _, predicted, delivered = await cached(r, chat("a", cache_salt="two"))
         assert (predicted, delivered) == (0, 0)
         _, predicted, delivered = await cached(r, chat("b", cache_salt="one"))
@@ -126,7 +126,7 @@ async def test_a_session_is_kept_and_moved_when_its_worker_leaves() -> None:
 async def test_predicted_and_delivered_stand_side_by_side() -> None:
     async with rig(1) as r:
         await cached(r, chat("a"))
-        await until(lambda: r.gateway.index.stats().keys > 0)
+        await until(lambda: r.announced > 0)
         r.engines[0].fault(Fault(FaultKind.CLEAR, silent=True))
         _, predicted, delivered = await cached(r, chat("b"))
         assert predicted > 100
@@ -152,7 +152,7 @@ async def test_a_stream_that_breaks_is_counted_though_its_code_was_200() -> None
 async def test_explain_decides_without_doing() -> None:
     async with rig(2) as r:
         worker, _, _ = await cached(r, chat("a"))
-        await until(lambda: r.gateway.index.stats().keys > 0)
+        await until(lambda: r.announced > 0)
         before = [engine.received for engine in r.engines]
         answer = await r.http.post(r.ports.admin_url + "/admin/explain", json=chat("c"))
         decision = answer.json()
@@ -195,7 +195,7 @@ async def test_a_worker_that_vanishes_is_down_and_comes_back_with_a_new_cache() 
     async with rig(2) as r:
         body = {"model": "demo", "prompt": tokens(6, 320), "max_tokens": 1}
         home, _, _ = await cached(r, body, "/v1/completions")
-        await until(lambda: r.gateway.index.stats().keys >= 20)
+        await until(lambda: r.announced >= 20)
         worker = r.gateway.fleet.workers[_name(home)]
         engine = r.engine(home)
         port, events, replay = (_port(e) for e in (engine.url, engine.events_endpoint, engine.replay_endpoint))
@@ -248,7 +248,7 @@ async def test_block_sizes_that_differ_still_match() -> None:
         )
         assert added.status_code == 201
         await until(lambda: r.gateway.membership.members[_name("w2")].caught_up)
-        await until(lambda: r.gateway.index.stats().keys >= 20)
+        await until(lambda: r.announced >= 20)
         assert await cached(r, body, "/v1/completions") == ("w2", 320, 320)
 
 
@@ -257,12 +257,12 @@ async def test_a_newcomer_with_smaller_blocks_makes_the_others_be_learned_anew()
     async with rig(1, engine=fast(block_size=32)) as r, rig(1) as small:
         body = {"model": "demo", "prompt": tokens(5, 325), "max_tokens": 1}
         await r.http.post(r.engines[0].url + "/v1/completions", json=body)
-        await until(lambda: r.gateway.index.stats().keys >= 10)
+        await until(lambda: r.announced >= 10)
         added = await r.http.post(
             r.ports.admin_url + "/admin/workers", json={"url": small.engines[0].url, "name": "w2"}
         )
         assert added.status_code == 201
-        await until(lambda: r.gateway.index.stats().keys >= 20)
+        await until(lambda: r.announced >= 20)
         assert await cached(r, body, "/v1/completions") == ("w1", 320, 320)
 
 
@@ -270,7 +270,7 @@ async def test_promises_end_by_themselves() -> None:
     async with rig(1, settings={"routing": {"speculative_ttl_s": 0.05}}) as r:
         async with r.http.stream("POST", "/v1/chat/completions", json=chat("a", stream=True)) as answer:
             await answer.aread()
-        await until(lambda: r.gateway.index.stats().keys > 0)
+        await until(lambda: r.announced > 0)
         await until(lambda: r.gateway.index.stats().speculative == 0)
 
 

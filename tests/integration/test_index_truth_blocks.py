@@ -158,7 +158,7 @@ async def again(settings: EngineSettings, first: dict[str, Any], then: dict[str,
     """A prompt is warmed with the options `first`, then asked with the options `then`."""
     async with rig(1, engine=settings, settings=gateway) as r:
         await warm(r, r.engines[0], P, **first)
-        await until(lambda: r.gateway.index.stats().keys > 0)
+        await until(lambda: r.announced > 0)
         return await ask(r, P, **then)
 
 

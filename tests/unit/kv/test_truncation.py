@@ -208,18 +208,6 @@ def test_a_purge_touches_its_rank_only_and_is_marked(prompts: Prompts) -> None:
 # ---------------------------------------------------------------- learned beside announced
 
 
-def test_nothing_is_learned_while_blocks_of_a_gone_process_are_there(prompts: Prompts) -> None:
-    index = KvIndex(approximate=ApproximateSettings())
-    index.bind(A, block_size=SIZE)
-    event, blocks = prompts.make(10)
-    index.apply(A, 0, [event])
-    index.forget(A)
-    assert index.remember(A, blocks, 0, 1.0) is None
-    index.purge(A)
-    assert index.remember(A, blocks, 0, 2.0) is not None
-    assert index.overlap(blocks, ALL).blocks(A) == 10
-
-
 def test_what_was_promised_and_then_learned_is_learned(prompts: Prompts) -> None:
     index = KvIndex(approximate=ApproximateSettings())
     index.bind(A, block_size=SIZE)
