@@ -345,17 +345,15 @@ class KvIndex:
         return self._approximate.contradict(learned, known, delivered=delivered, sent_at=sent_at, now=now)
 
     def forget(self, slot: Slot) -> int:
-        """The worker's process is another one, or may be: everything it announced and everything learned of it goes,
-        and it is learned from routing until it announces again. Returns how many blocks went."""
+        """The worker's process is another one, or may be, or its feed has ended: what was learned of it goes, and it is
+        learned anew once nothing that it announced is left (that is the feed's to drop). Returns how many blocks went.
+        """
         worker = self._workers.get(slot)
         if worker is None:
             return 0
-        gone = self.purge(slot)
         worker.heard = False
-        if self._approximate is not None:
-            worker.learned_blocks = 0
-            gone += self._approximate.forget(self._approximate.worker(worker.bit))
-        return gone
+        worker.learned_blocks = 0
+        return 0 if self._approximate is None else self._approximate.forget(self._approximate.worker(worker.bit))
 
     def expire(self, now: float) -> None:
         """About twice a second: blocks that nobody removes and learned ones end with their life time."""

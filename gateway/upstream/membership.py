@@ -403,3 +403,5 @@ class Membership:
             with contextlib.closing(self._index.purging(seat.slot, source.rank, most=_PURGED_AT_ONCE)) as steps:
                 for _ in steps:
                     await asyncio.sleep(0)
+        if sources and not seat.feeds:
+            self._index.forget(seat.slot)  # from here on it is learned from routing

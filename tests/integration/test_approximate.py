@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from gateway.pool import WorkerState
 from gateway.records import Slot, WorkerId
 from gateway.sim.faults import Fault, FaultKind
+from gateway.sim.server import SimulatedWorker
 from tests.integration.rig import Rig, fast, rig, until
 from tests.integration.test_gateway import cached, chat, tokens
 
@@ -202,3 +205,26 @@ async def test_a_chat_with_an_image_finds_its_prefix() -> None:
         decision = await explain(r, asked("data:image/png;base64,AAAA"), "/v1/chat/completions")
         assert (decision["mode"], decision["reason"]) == ("approximate", "multimodal")
         assert decision["prompt_tokens"] > 512
+
+
+async def test_a_worker_whose_events_end_is_learned_from_then_on() -> None:
+    """Its process was started anew without them."""
+    async with rig(1) as r:
+        body = {"model": "demo", "prompt": tokens(1, 640), "max_tokens": 1}
+        await cached(r, body, "/v1/completions")
+        await until(partial(announcing, r))
+        engine = r.engines[0]
+        bare = SimulatedWorker(
+            replace(engine.settings, events=False, port=int(engine.url.rpartition(":")[2])), wall_clock=time.time
+        )
+        await engine.stop()
+        await bare.start()
+        try:
+            worker = r.gateway.fleet.workers[WorkerId("w1")]
+            r.gateway.membership.look(worker.id)
+            await until(lambda: not worker.facts.events and worker.state is WorkerState.READY)
+            await until(lambda: not r.gateway.index.announces(worker.slot))
+            assert (await cached(r, body, "/v1/completions"))[1:] == (0, 0)
+            assert (await cached(r, body, "/v1/completions"))[1:] == (624, 624)
+        finally:
+            await bare.stop()

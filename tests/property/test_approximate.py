@@ -102,6 +102,7 @@ def test_learned_blocks_equal_the_naive_model(
             naive[slot].announced.clear()
         elif what == "restart":
             index.forget(slot)
+            index.purge(slot)
             naive[slot] = Naive()
         index.expire(now)
         for model in naive.values():

@@ -177,9 +177,10 @@ def test_a_key_is_announced_or_learned_never_both() -> None:
     """A restart is seen by the probe before the feed purges; requests may end in between."""
     made = index()
     announce(made, A, 8)
-    assert made.forget(A) == 8
-    made.remember(A, prompt(20), 0, 1.0)
+    assert made.forget(A) == 0
+    assert made.remember(A, prompt(20), 0, 1.0) is None
     made.purge(A)
+    made.remember(A, prompt(20), 0, 2.0)
     assert held(made, prompt(20)) == [20, 0]
     # What comes while a gap is repaired is shown before it is applied: that is hearing too.
     tokens = [0, *range(20 * SIZE)][: 3 * SIZE]
