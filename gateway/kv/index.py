@@ -327,7 +327,8 @@ class KvIndex:
         worker = self._workers.get(slot)
         if worker is None or self._approximate is None:
             return None
-        if worker.heard and blocks.mode is not PrefixMode.APPROXIMATE:
+        # Announced blocks of a process that is gone are the feed's to drop; until then nothing is learned beside them.
+        if blocks.mode is not PrefixMode.APPROXIMATE and (worker.heard or any(worker.blocks)):
             return None
         blocks = blocks.text or blocks  # of token ids an engine told only the beginning is known
         learned = self._approximate.worker(worker.bit)
