@@ -56,7 +56,8 @@ class LoadAnswer(BaseModel):
 
 
 class FeedAnswer(BaseModel):
-    """A worker's event feed: phase of each rank, counts since it began, seconds since its last message."""
+    """A worker's event feed: phase of each rank, why it is doubted, counts since it began, seconds since its last
+    message."""
 
     phases: dict[int, str]
     events: dict[str, int]
@@ -65,6 +66,13 @@ class FeedAnswer(BaseModel):
     resets: int
     errors: int
     ignored: dict[str, int]
+    skipped: dict[str, int]
+    purges: dict[str, int]
+    repeated: int
+    overflows: int
+    reconnects: int
+    silences: int
+    doubts: dict[int, str]
     age_s: float | None
 
     @classmethod
@@ -78,6 +86,13 @@ class FeedAnswer(BaseModel):
             resets=feed.resets,
             errors=feed.errors,
             ignored=dict(feed.ignored),
+            skipped=dict(feed.skipped),
+            purges=dict(feed.purges),
+            repeated=feed.repeated,
+            overflows=feed.overflows,
+            reconnects=feed.reconnects,
+            silences=feed.silences,
+            doubts=dict(feed.doubts),
             age_s=feed.age_s,
         )
 

@@ -58,6 +58,10 @@ from gateway.records import TrustState
 _WAITING = (FeedPhase.STARTING, FeedPhase.REPLAYING, FeedPhase.REPAIRING)
 
 
+# Start times are told in ticks of the kernel, and rounded by some.
+_CLOCK_S = 1.0
+
+
 class _For(Enum):
     """What a replay is asked for: the beginning; what is missing; proof of the same process; whether there is more."""
 
@@ -226,16 +230,18 @@ class FeedState:
         if self.phase in _WAITING:
             return []
         actions = self._purge("contradicted")
+        self._contradiction_after = now + self._limits.contradiction_rest_s  # unknown removals are to be expected now
         first = next((seq for at, seq in self._lives if at >= since), self._next)
         if first < self._next and self._may_ask(now):
             self._next = self._base = first
+            self._mark = None
             self.phase = FeedPhase.REPAIRING
             actions += self._ask(_For.REPAIR, now)
         return actions
 
     def on_process_started(self, at_unix: float, now: float) -> list[Action]:
         """The worker's process started at `at_unix`, by its own clock. Nothing to do when all we hold is newer."""
-        if self._oldest_ts is None or self._oldest_ts >= at_unix:
+        if self._oldest_ts is None or self._oldest_ts >= at_unix - _CLOCK_S:
             return []
         self.counters.resets += 1
         return self._start_over("restart", now, whole=self._can_replay)
@@ -278,8 +284,8 @@ class FeedState:
         self._reply_by = now + self._limits.reply_timeout_s
         actions: list[Action] = []
         if self._purpose is _For.PROBE:
-            if seq > first_number(payload):
-                self._settle()  # the beginning is gone for good
+            if seq >= self._base and self._mark is not None:
+                self._settle()  # the engine has no more than we have
                 return []
             actions += self._purge("relearn")
             self._forget()
@@ -352,12 +358,14 @@ class FeedState:
                 actions += self._in_vain(now)
         return actions
 
-    def on_served(self, blocks: int, started_at: float, now: float) -> None:
+    def on_served(self, blocks: int, started_at: float, now: float) -> bool:
         """A request that began at `started_at` ended, and the worker computed so many blocks anew for it: it must have
-        announced something since, or will at once."""
+        announced something since, or will at once. True when that made a new `deadline`."""
         heard_since = self._live_at is not None and self._live_at >= started_at
-        if blocks > 0 and self.caught_up and not heard_since and self._silent_by is None and self._doubt != "silent":
-            self._silent_by = now + self._limits.silent_s
+        if blocks < 1 or heard_since or self._silent_by is not None or self._doubt == "silent" or not self.caught_up:
+            return False
+        self._silent_by = now + self._limits.silent_s
+        return True
 
     def on_cleared(self, seq: int, now: float) -> list[Action]:
         """The batch being applied or previewed contains a clear."""

@@ -100,9 +100,12 @@ def _feed_reading(seat: Seat, now: float) -> FeedReading:
     replays: Counter[str] = Counter()
     stored: Counter[Tier] = Counter()
     removed: Counter[Tier] = Counter()
-    gaps = resets = errors = 0
+    skipped: Counter[str] = Counter()
+    purges: Counter[str] = Counter()
+    gaps = resets = errors = repeated = overflows = reconnects = silences = 0
     newest: float | None = None
     phases: dict[int, str] = {}
+    doubts: dict[int, str] = {}
     for source, feed in seat.feeds.items():
         totals, counters = feed.totals, feed.counters
         events.update(totals.events)
@@ -113,7 +116,15 @@ def _feed_reading(seat: Seat, now: float) -> FeedReading:
         gaps += counters.gaps
         resets += counters.resets
         errors += counters.errors
+        skipped.update(totals.skipped)
+        purges.update(counters.purges)
+        repeated += totals.repeated
+        overflows += counters.buffer_overflows
+        reconnects += counters.reconnects
+        silences += counters.silences
         phases[source.rank] = feed.phase.value
+        if feed.doubt is not None:
+            doubts[source.rank] = feed.doubt
         if counters.last_applied_at is not None:
             newest = counters.last_applied_at if newest is None else max(newest, counters.last_applied_at)
     return FeedReading(
@@ -125,6 +136,13 @@ def _feed_reading(seat: Seat, now: float) -> FeedReading:
         errors=errors,
         ignored=ignored,
         phases=phases,
+        skipped=skipped,
+        purges=purges,
+        repeated=repeated,
+        overflows=overflows,
+        reconnects=reconnects,
+        silences=silences,
+        doubts=doubts,
         age_s=now - newest if newest is not None else None,
         blocks_stored=stored,
         blocks_removed=removed,

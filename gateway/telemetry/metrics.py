@@ -182,12 +182,42 @@ KV_EVENT_RESETS = _spec(
     "kv_event_resets_total", Kind.COUNTER, ("worker",), "Restarts of a worker seen in its event sequence."
 )
 KV_EVENT_ERRORS = _spec("kv_event_errors_total", Kind.COUNTER, ("worker",), "Event messages that could not be read.")
+KV_EVENTS_SKIPPED = _spec(
+    "kv_events_skipped_total",
+    Kind.COUNTER,
+    ("worker", "reason"),
+    "KV events left out: malformed, unknown_kind, unknown_medium, foreign (messages), other_rank (messages).",
+)
+KV_EVENT_PURGES = _spec(
+    "kv_event_purges_total",
+    Kind.COUNTER,
+    ("worker", "reason"),
+    "Times all a rank announced was forgotten, by reason: restart, gap, history_gone, resync, ...",
+)
+KV_EVENT_OVERFLOWS = _spec(
+    "kv_event_overflows_total",
+    Kind.COUNTER,
+    ("worker",),
+    "Event messages that had no room while a replay ran; they are asked for again.",
+)
+KV_EVENT_RECONNECTS = _spec(
+    "kv_event_reconnects_total", Kind.COUNTER, ("worker",), "Times the event connection to a worker was made anew."
+)
+KV_EVENT_SILENCES = _spec(
+    "kv_event_silences_total", Kind.COUNTER, ("worker",), "Times a worker computed new blocks and announced nothing."
+)
 KV_EVENT_AGE = _spec("kv_event_age_seconds", Kind.GAUGE, ("worker",), "Time since the last event message of a worker.")
 KV_BLOCKS_IGNORED = _spec(
     "kv_blocks_ignored_total",
     Kind.COUNTER,
     ("worker", "reason"),
     "Announced blocks left out; cache_group (hybrid models) and unknown_removal (after a start) are usual.",
+)
+KV_BLOCKS_REPEATED = _spec(
+    "kv_blocks_repeated_total",
+    Kind.COUNTER,
+    ("worker",),
+    "Announced blocks the worker held already: further copies (vLLM), or said again (SGLang).",
 )
 KV_BLOCKS_STORED = _spec(
     "kv_blocks_stored_total", Kind.COUNTER, ("worker", "tier"), "Blocks a worker announced as stored, by tier."
@@ -238,7 +268,13 @@ METRICS: tuple[MetricSpec, ...] = (
     KV_EVENT_REPLAYS,
     KV_EVENT_RESETS,
     KV_EVENT_ERRORS,
+    KV_EVENTS_SKIPPED,
+    KV_EVENT_PURGES,
+    KV_EVENT_OVERFLOWS,
+    KV_EVENT_RECONNECTS,
+    KV_EVENT_SILENCES,
     KV_EVENT_AGE,
+    KV_BLOCKS_REPEATED,
     KV_BLOCKS_STORED,
     KV_BLOCKS_REMOVED,
     KV_BLOCKS_IGNORED,

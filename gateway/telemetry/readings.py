@@ -53,8 +53,10 @@ class FeedReading:
     """The event feed of one worker, all ranks together; everything but the age counts since the feed began.
 
     `events` by type (`stored`, `removed`, `cleared`), `replays` by result (`complete`, `history_gone`, ...), `ignored`
-    blocks by reason. `age_s` is the time since the last message that was applied, None before the first. `phases` says
-    for each rank where its feed stands.
+    blocks by reason, `skipped` events by reason, `purges` by reason; `repeated` are blocks announced that were held,
+    `overflows` messages that had no room while a replay ran. `doubts` says for each rank why its feed is not believed
+    although it looks whole. `age_s` is the time since the last message that was applied, None before the first.
+    `phases` says for each rank where its feed stands.
     """
 
     worker: WorkerId
@@ -68,6 +70,13 @@ class FeedReading:
     blocks_removed: Mapping[Tier, int] = field(default_factory=dict)
     ignored: Mapping[str, int] = field(default_factory=dict)
     phases: Mapping[int, str] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    purges: Mapping[str, int] = field(default_factory=dict)
+    repeated: int = 0
+    overflows: int = 0
+    reconnects: int = 0
+    silences: int = 0
+    doubts: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,10 +188,11 @@ class KvFeed:
 
     def served(self, blocks: int, started_at: float) -> None:
         """A request of this rank that began at `started_at` (our clock) ended with so many blocks computed anew."""
-        before = self._state.deadline
-        self._state.on_served(blocks, started_at, self._clock())
-        if self._state.deadline != before:
+        if self._state.on_served(blocks, started_at, self._clock()):
             self._wake.set()
+
+    def _lanes(self) -> list[_Lane]:
+        return [self._lane, *self._others.values()]
 
     def _want(self, ask: Callable[[float], list[Action]]) -> None:
         self._wanted.append(ask)
@@ -206,7 +207,7 @@ class KvFeed:
             with self._socket(zmq.SUB) as subscription, _monitored(subscription) as monitor:
                 subscription.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
                 subscription.connect(self.source.endpoint)
-                for lane in (self._lane, *self._others.values()):
+                for lane in self._lanes():
                     self._add(lane, lane.state.on_opened(self._clock()))
                 while True:
                     async with self._turns:
@@ -263,7 +264,7 @@ class KvFeed:
         # Asked for after the message: the first one of a new connection comes after its handshake.
         connected = _receive(monitor) if _readable(monitor) else None
         if connected is not None:
-            for lane in (self._lane, *self._others.values()):
+            for lane in self._lanes():
                 self._add(lane, lane.state.on_connected(self._clock()))
         if frames is not None:
             self._on_live(frames)

@@ -96,11 +96,15 @@ class Member:
         """Who is behind the URL, as a load poll tells them apart."""
         return {seat.spec.rank.number if seat.spec.rank else None: name for name, seat in self.seats.items()}
 
-    def restarted(self) -> None:
-        """The server was away or began anew: what it holds and how it was started may have changed."""
+    def restarted(self, start_time_unix: float | None) -> None:
+        """The server was away or began anew: what it holds and how it was started may have changed. Where it tells when
+        its process started, feeds know what of theirs is older; else they learn it anew."""
         self.reported, self.silent_answers = None, 0
         for feed in self.feeds:
-            feed.resync()
+            if start_time_unix is not None:
+                feed.process_started(start_time_unix)
+            else:
+                feed.resync()
 
     def answered(self, outcome: Outcome) -> None:
         """A request of one of its workers was answered (rule 2)."""

@@ -252,7 +252,7 @@ class Membership:
         if back or restarted:
             for seat in member.seats.values():
                 self._index.forget(seat.slot)
-            member.restarted()
+            member.restarted(facts.start_time_unix)
         facts = member.with_reports(facts)
         hasher = await self._on_joining(member.spec, facts)  # a tokenizer may have come within reach
         if hasher is not member.hasher or before is None or cut(facts) != cut(before):

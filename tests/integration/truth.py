@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from gateway.records import Slot, Tier, WorkerId
 from gateway.sim.server import SimulatedWorker, Speech
 from gateway.upstream.load_text import read_series
+from tests.integration.publisher import Engine, engine
 from tests.integration.rig import Rig, fast, rig, until
-from tests.integration.test_kv_feed import Engine, engine
 
 BLOCK = 16
 

@@ -242,6 +242,27 @@ class FeedMachine(RuleBasedStateMachine):
         lane.follower.resync(self.now)
         self.settled = False
 
+    @rule(place=lane)
+    def cut_off_and_back(self, place: tuple[int, int]) -> None:
+        """The connection breaks and is made anew; the process is the same."""
+        lane = self.lanes[place]
+        if lane.process.kept_from == 0 and not lane.unanswered:
+            lane.follower.connect(self.now)
+            self.settled = False
+
+    @rule(place=lane, events=st.lists(batches, max_size=6))
+    def restart_while_cut_off(self, place: tuple[int, int], events: list[list[Event]]) -> None:
+        """A new process that may have published more than the old one; nothing but the new connection tells."""
+        lane = self.lanes[place]
+        if not REPLAYS[lane.worker] or lane.unanswered:
+            return  # then only the numbers tell
+        lane.process = Process()
+        for batch in events:
+            self._publish(lane, batch)
+        lane.forget()
+        lane.follower.connect(self.now)
+        self.settled = False
+
     @rule(place=lane, at_most=st.none() | st.integers(0, 3))
     def replay(self, place: tuple[int, int], at_most: int | None) -> None:
         """The open request is answered: in full, cut short, or not at all."""
@@ -255,8 +276,11 @@ class FeedMachine(RuleBasedStateMachine):
 
     @rule(place=lane)
     def trim(self, place: tuple[int, int]) -> None:
+        """All but the newest batch goes. Not while a check is open: without the batch it asks for, the feed must take
+        the process for another."""
         lane = self.lanes[place]
-        lane.process.kept_from = len(lane.process.payloads)
+        if lane.follower.state.doubt is None:
+            lane.process.kept_from = max(0, len(lane.process.payloads) - 1)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 10.0, LONG_S]))
     def time_passes(self, seconds: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gateway.kv.feed_state import FeedState
 from gateway.kv.feed_words import FeedLimits, FeedPhase
 from gateway.records import TrustState
@@ -215,13 +217,15 @@ def test_a_lost_feed_is_tried_again_and_keeps_what_it_has_until_more_is_there() 
     assert (feed.phase, feed.trust) == (FeedPhase.LIVE, TrustState.TRUSTED)
 
 
-def test_a_trial_that_finds_no_beginning_is_the_last() -> None:
+@pytest.mark.parametrize(("replies", "words"), [((7, 8), []), ((4, 5, 6, 7), ["relearn", 4, 5, 6, 7])])
+def test_a_trial_that_finds_no_beginning_is_the_last(replies: tuple[int, ...], words: list[object]) -> None:
     feed = FeedState(can_replay=True, limits=FeedLimits(reply_timeout_s=1.0, replay_tries=1, replay_rest_s=60.0))
     feed.on_connected(0.0)
     feed.on_tick(1.0)
     live(feed, 7, now=2.0)
     feed.on_tick(61.0)
-    assert replay(feed, 4, 5, 6, 7, now=61.0) == []
+    assert short(replay(feed, *replies, now=61.0)) == words
+    feed.on_replay_end(61.0)
     assert (feed.phase, feed.deadline) == (FeedPhase.LOST, None)
 
 

@@ -130,6 +130,12 @@ def full_page() -> str:
         blocks_stored={Tier.GPU: 110},
         blocks_removed={Tier.GPU: 10},
         ignored={"cache_group": 3},
+        skipped={"unknown_kind": 2},
+        purges={"restart": 1},
+        repeated=6,
+        overflows=8,
+        reconnects=2,
+        silences=1,
     )
     return page(
         requests,
@@ -260,6 +266,12 @@ def test_gauges_come_from_their_owners() -> None:
     assert value(text, "index_truncated_total") == 2
     assert value(text, "kv_events_total", worker="w1", type="stored") == 5
     assert value(text, "kv_event_replays_total", worker="w1", result="complete") == 1
+    assert value(text, "kv_events_skipped_total", worker="w1", reason="unknown_kind") == 2
+    assert value(text, "kv_event_purges_total", worker="w1", reason="restart") == 1
+    assert value(text, "kv_event_overflows_total", worker="w1") == 8
+    assert value(text, "kv_event_reconnects_total", worker="w1") == 2
+    assert value(text, "kv_event_silences_total", worker="w1") == 1
+    assert value(text, "kv_blocks_repeated_total", worker="w1") == 6
     assert value(text, "load_polls_total", worker="w1", result="failed") == 1
     assert value(text, "retries_total", reason="worker_unreachable") == 1
 

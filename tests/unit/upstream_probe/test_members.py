@@ -56,5 +56,5 @@ def test_what_the_server_says_wins(said: bool) -> None:
 def test_a_restart_may_have_changed_it() -> None:
     server = member()
     server.answered(outcome(delivered_tokens=1))
-    server.restarted()
+    server.restarted(None)
     assert server.with_reports(FACTS) is FACTS
