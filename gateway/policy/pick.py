@@ -2,7 +2,8 @@
 
 Rules:
 1. The lowest cost wins. Candidates within the policy's `near` of it are equal.
-2. Equals of which one or more have an overlap: one at random, so that no order of the list is preferred.
+2. Equals of which one or more have an overlap: one at random among those with nearly the longest, so that no order of
+   the list is preferred, and work is not done twice where saving it costs nobody anything.
 3. Equals without overlap (a cold request): the session's rendezvous order when there is a session, so that replicas
    that never spoke choose alike; else the one not chosen for the longest time, so that prompts spread evenly.
 """
@@ -16,6 +17,9 @@ from xxhash import xxh3_64_intdigest
 
 from gateway.policy.seam import Policy, Row, View
 from gateway.records import Terms, WorkerId
+
+_NEARLY = 0.9
+"""Overlaps above this share of the longest are alike: they are weighted by trust, which differs a little."""
 
 
 def rendezvous(key: bytes, worker: WorkerId) -> int:
@@ -35,7 +39,9 @@ def pick(policy: Policy, view: View, rows: Sequence[Row], *, session: str | None
     equals = [position for position, cost in enumerate(costs) if cost <= limit]
     if len(equals) == 1:
         return best
-    if not cold or any(hits[position] for position in equals):
+    longest = max(hits[position] for position in equals)
+    if longest:
+        equals = [position for position in equals if hits[position] >= _NEARLY * longest]
         return equals[rng.randrange(len(equals))]
     workers = view.workers
     if session is not None:

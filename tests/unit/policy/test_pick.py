@@ -32,6 +32,14 @@ def test_warm_near_ties_are_drawn() -> None:
     assert drawn[2] == 0
 
 
+def test_of_near_ties_with_overlaps_the_longest_are_drawn() -> None:
+    hits = [64, 500, 480, 0]
+    drawn = Counter(choose([1.0, 1.0005, 1.0002, 1.0], hits, seed=seed) for seed in range(200))
+    assert min(drawn[1], drawn[2]) > 50
+    assert drawn[0] == drawn[3] == 0
+    assert {choose([1.0, 1.0005], [0, 500], seed=seed) for seed in range(20)} == {1}
+
+
 def test_cold_near_ties_go_to_the_one_not_chosen_for_longest() -> None:
     assert choose([1.0, 1.004, 1.5], [0, 0, 0], picked=[9, 4, 1]) == 1
     assert choose([1.0, 1.004, 1.5], [0, 0, 0], picked=[4, 9, 1]) == 0
