@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gateway import findings
-from gateway.kv import KvIndex, Speculation
+from gateway.kv import KvIndex, Mark, Speculation
 from gateway.pool import Worker
 from gateway.pool.evidence import Check
 from gateway.pool.misses import Forgone, Later, Prediction, Verdict, forgone, judge, missed
@@ -29,14 +29,29 @@ _TEXT_ALLOWED = 0.25
 
 
 class Basis(NamedTuple):
-    """What one lease's prediction rests on. `first` is the first choice's decision, for a request that was moved from
-    there."""
+    """What one lease's prediction rests on, as it was found; made for every request, looked at for few.
+
+    `mark` is None when nothing was predicted. `promised` are the blocks of the request that only decisions had promised
+    by then, `slow` the predicted tokens in slower tiers. `events`: the prediction is the events', not learned from
+    routing. `first` is the first choice's decision, for a request that was moved from there.
+    """
 
     worker: Worker
     decision: Decision
     blocks: PrefixBlocks
-    prediction: Prediction | None
+    mark: Mark | None
+    promised: int
+    slow: int
+    events: bool
     first: Decision | None
+
+    @property
+    def announced(self) -> int:
+        """The part of the prediction that the worker's events had told of, in tokens."""
+        if self.mark is None:
+            return 0
+        told = len(self.blocks.chains[0].keys) - self.promised
+        return min(self.decision.predicted_tokens, told * self.blocks.block_size + self.slow)
 
 
 class Checks:
@@ -59,19 +74,18 @@ class Checks:
     ) -> Basis:
         """To be called when the decision has been made and its blocks are promised. `slow` is the part of the
         prediction that lies in slower tiers, in tokens."""
-        prediction = None
-        predicted = decision.predicted_tokens
-        if predicted and len(blocks.chains) == 1:
-            told = len(blocks.chains[0].keys) - (speculation.blocks if speculation is not None else 0)
-            announced = min(predicted, told * blocks.block_size + slow)
+        mark, promised, events = None, 0, False
+        if decision.predicted_tokens and len(blocks.chains) == 1:
+            slot = worker.slot
+            mark = self._index.mark(slot)
+            promised = speculation.blocks if speculation is not None else 0
             events = (
                 worker.belief.feed is not TrustState.BLIND
                 and blocks.mode is not PrefixMode.APPROXIMATE
-                and (self._index.announces(worker.slot) or not self._index.learned(worker.slot))
+                and (self._index.announces(slot) or not self._index.learned(slot))
             )
-            prediction = Prediction(predicted, announced, slow, events, *self._index.mark(worker.slot))
         first = None if instead_of is None else instead_of.first or instead_of.decision
-        return Basis(worker, decision, blocks, prediction, first)
+        return Basis(worker, decision, blocks, mark, promised, slow, events, first)
 
     def settle(
         self, basis: Basis, delivered: int | None, prompt_tokens: int, now: float
@@ -82,14 +96,14 @@ class Checks:
         A prediction in tokens estimated from text is held against what the prompt turned out to be, and a fourth of it
         is allowed.
         """
-        decision, prediction = basis.decision, basis.prediction
+        decision = basis.decision
         if delivered is None or not basis.blocks.chains:
             return 0, None
         if decision.mode is not PrefixMode.APPROXIMATE:
             # Where an engine tells the tokens, those of new text are not known yet.
             allowed = _TEXT_ALLOWED if decision.mode is PrefixMode.ENGINE else 0.1
             short = missed(decision.predicted_tokens, delivered, decision.block_size, allowed=allowed)
-            verdict = self._judge(basis, prediction, delivered) if short and prediction is not None else None
+            verdict = self._judge(basis, basis.mark, delivered) if short and basis.mark is not None else None
             self._weigh(basis, delivered, verdict, now)
             return (short, verdict.cause) if verdict is not None else _passed_up(basis, delivered)
         predicted = decision.predicted_tokens * prompt_tokens // max(1, decision.prompt_tokens)
@@ -98,32 +112,41 @@ class Checks:
 
     def _weigh(self, basis: Basis, delivered: int, verdict: Verdict | None, now: float) -> None:
         """Tell the worker's trust what this request says of its index."""
-        decision, prediction, worker = basis.decision, basis.prediction, basis.worker
+        decision, worker = basis.decision, basis.worker
         size, predicted = decision.block_size, decision.predicted_tokens
         if predicted <= size and delivered <= predicted + size:
             return
-        check = Check(
-            decision.model,
-            predicted,
-            prediction.announced if prediction is not None else 0,
-            delivered,
-            size,
-            decision.decided_at,
-            verdict.cause if verdict is not None else None,
-            doubts=verdict is not None and verdict.doubts,
-            relearned=prediction is not None and self._index.mark(worker.slot).epoch != prediction.epoch,
+        missed_for = verdict.cause if verdict is not None else None
+        doubts, relearned = False, False
+        if verdict is not None and basis.mark is not None:
+            doubts = verdict.doubts
+            relearned = self._index.mark(worker.slot).epoch != basis.mark.epoch
+        worker.check(
+            Check(
+                decision.model,
+                predicted,
+                basis.announced,
+                delivered,
+                size,
+                decision.decided_at,
+                missed_for,
+                doubts,
+                relearned,
+            ),
+            now,
         )
-        worker.check(check, now)
 
-    def _judge(self, basis: Basis, prediction: Prediction, delivered: int) -> Verdict:
+    def _judge(self, basis: Basis, mark: Mark, delivered: int) -> Verdict:
         worker, blocks = basis.worker, basis.blocks
+        made = Prediction(basis.decision.predicted_tokens, basis.announced, basis.slow, basis.events, *mark)
+        lost = blocks.chains[0].keys[delivered // blocks.block_size]
         later = Later(
-            self._index.overlap(blocks, 1 << worker.slot).confirmed(worker.slot),
+            self._index.announced(worker.slot, lost),
             *self._index.mark(worker.slot),
             identity=worker.belief.identity(basis.decision.model)
             or any(finding.code in _OTHER_BLOCKS for finding in worker.facts.findings),
         )
-        return judge(prediction, delivered, blocks.block_size, later)
+        return judge(made, delivered, blocks.block_size, later)
 
 
 def _passed_up(basis: Basis, delivered: int) -> tuple[int, MissCause | None]:

@@ -271,6 +271,13 @@ class KvIndex:
                 if not worker.hidden:
                     self._hidden &= ~worker.bit
 
+    def announced(self, slot: Slot, key: BlockKey) -> bool:
+        """Whether the worker's events say that it holds this block, in any tier; a promise is no announcement."""
+        worker = self._workers.get(slot)
+        if worker is None or key in worker.promises:
+            return False
+        return any(masks.get(key, 0) & worker.bit for masks in self._placement.masks)
+
     def mark(self, slot: Slot) -> Mark:
         """Compare two of one slot to see what happened in between; an unbound slot has the zero mark."""
         worker = self._workers.get(slot)

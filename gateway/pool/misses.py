@@ -31,11 +31,11 @@ class Prediction(NamedTuple):
 
 
 class Later(NamedTuple):
-    """The same worker's part of the index when the request has ended. `shown` are the tokens of the request that its
-    events tell of now, the ones this request stored included; `identity` says that its blocks are known not to be those
-    of the requests."""
+    """The same worker's part of the index when the request has ended. `shown`: its events tell of the first block that
+    was not delivered, stored anew by this request perhaps; `identity`: its blocks are known not to be those of the
+    requests."""
 
-    shown: int
+    shown: bool
     epoch: int
     clears: int
     removed: int
@@ -73,7 +73,7 @@ def judge(made: Prediction, delivered: int, block_size: int, later: Later) -> Ve
     if made.slow and delivered + block_size >= made.announced - made.slow:
         return Verdict(MissCause.SPILLED, False)
     removed = later.removed - made.removed
-    if later.shown < made.announced:
+    if not later.shown:
         # Without a removal it was dropped here, for a limit.
         return Verdict(MissCause.EVICTED if removed else MissCause.STALE_INDEX, False)
     if removed and removed * block_size >= made.announced - delivered - block_size:

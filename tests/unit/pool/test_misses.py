@@ -12,7 +12,7 @@ from gateway.records import Decision, MissCause, PrefixMode, WorkerId
 
 SIZE = 16
 MADE = Prediction(640, 640, 0, True, 1, 0, 50)
-LATER = Later(640, 1, 0, 50, identity=False)
+LATER = Later(True, 1, 0, 50, identity=False)
 
 
 def test_a_miss_is_more_than_a_block_and_a_tenth() -> None:
@@ -33,8 +33,8 @@ def test_a_miss_is_more_than_a_block_and_a_tenth() -> None:
         pytest.param(MADE._replace(announced=320), 320, LATER, MissCause.STALE_INDEX, False, id="only promised"),
         pytest.param(MADE._replace(slow=320), 320, LATER, MissCause.SPILLED, False, id="slow tier not loaded"),
         pytest.param(MADE._replace(slow=320), 100, LATER, MissCause.STALE_INDEX, True, id="slow tier, and GPU too"),
-        pytest.param(MADE, 320, LATER._replace(shown=320, removed=70), MissCause.EVICTED, False, id="removed"),
-        pytest.param(MADE, 320, LATER._replace(shown=320), MissCause.STALE_INDEX, False, id="dropped by the index"),
+        pytest.param(MADE, 320, LATER._replace(shown=False, removed=70), MissCause.EVICTED, False, id="removed"),
+        pytest.param(MADE, 320, LATER._replace(shown=False), MissCause.STALE_INDEX, False, id="dropped by the index"),
         pytest.param(MADE, 320, LATER._replace(removed=70), MissCause.EVICTED, False, id="removed, announced again"),
         pytest.param(MADE, 320, LATER._replace(removed=55), MissCause.STALE_INDEX, True, id="others were removed"),
         pytest.param(MADE, 0, LATER, MissCause.STALE_INDEX, True, id="contradicted"),
