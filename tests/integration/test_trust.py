@@ -138,6 +138,19 @@ async def test_a_worker_without_events_is_blind() -> None:
         assert 0.8 < worker["trust"] < 1.0
 
 
+async def test_a_worker_that_serves_while_its_feed_is_silent_is_uncertain_until_it_is_heard() -> None:
+    async with rig(1, engine=fast(replay=Replay.OFF)) as r:
+        await warmed(r, "w1")
+        r.engines[0].fault(Fault(FaultKind.HOLD))
+        await ask(r, prompt(50, 40))
+        await until(lambda: trust(r).state is TrustState.UNCERTAIN, within_s=60)
+        assert not trust(r).contradicted
+        assert 0.8 < trust(r).factor < 1.0
+        r.engines[0].fault(Fault(FaultKind.RELEASE))
+        await until(lambda: trust(r).state is TrustState.TRUSTED)
+        assert trust(r).factor == 1.0
+
+
 async def test_a_moved_request_that_loses_its_hit_is_a_miss_by_retry() -> None:
     async with rig(2) as r:
         await warmed(r, "w1")
