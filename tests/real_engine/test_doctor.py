@@ -17,7 +17,7 @@ from gateway.upstream.control import open_control_client
 from tests.real_engine.engines import Engine, EngineSetup, program, running
 from tests.real_engine.tiny_model import write_model
 
-pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

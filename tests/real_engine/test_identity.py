@@ -24,7 +24,7 @@ from tests.integration.rig import until
 from tests.real_engine.engines import MODEL, Engine, EngineSetup, program, running
 from tests.real_engine.tiny_model import write_adapter, write_model
 
-pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(3600)]
 
 TEXT = "You answer questions about the Python standard library. Name the module, then the function. " * 12
 
