@@ -77,6 +77,17 @@ class Chunks:
                 self._parents[engine_hash] = parent
                 parent = engine_hash
 
+    def parent(self, engine_hash: EngineHash) -> tuple[EngineHash | None] | None:
+        """What is remembered of a block, to be given to `put_back`; None where nothing is."""
+        if self._parents is None or engine_hash not in self._parents:
+            return None
+        return (self._parents[engine_hash],)
+
+    def put_back(self, engine_hash: EngineHash, parent: tuple[EngineHash | None] | None) -> None:
+        """The block had been taken out for a while only."""
+        if self._parents is not None and parent is not None:
+            (self._parents[engine_hash],) = parent
+
     def forget(self, engine_hash: EngineHash) -> None:
         """The rank holds this block in no tier any more."""
         if self._parents is not None:

@@ -12,11 +12,21 @@ So a preview may be wrong (the missing batches may say otherwise), but it leaves
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gateway.kv.events import KvEvent, Removed, Stored
 from gateway.kv.ingest import Placement, Tally
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.records import BlockKey, EngineHash
+
+
+class _Hidden(NamedTuple):
+    """One copy of a block taken out: its keys, and what is remembered of its place in a chunk."""
+
+    tier: int
+    engine_hash: EngineHash
+    keys: tuple[BlockKey, ...]
+    parent: tuple[EngineHash | None] | None
 
 
 class Preview:
@@ -27,7 +37,7 @@ class Preview:
     def __init__(self, table: RankTable, orphan_limit: int) -> None:
         self._table = table
         self.over = RankTable(orphan_limit, below=table)
-        self._hidden: list[tuple[int, EngineHash, tuple[BlockKey, ...]]] = []
+        self._hidden: list[_Hidden] = []
 
     def show(self, placement: Placement, worker: WorkerTable, events: Sequence[KvEvent]) -> None:
         """Show events. A clear hides nothing: the feed then needs no preview."""
@@ -42,8 +52,9 @@ class Preview:
         """Undo what was hidden, the last first."""
         tally = Tally()
         while self._hidden:
-            tier, engine_hash, keys = self._hidden.pop()
-            placement.place(worker, self._table, tier, engine_hash, keys, tally)
+            hidden = self._hidden.pop()
+            placement.place(worker, self._table, hidden.tier, hidden.engine_hash, hidden.keys, tally)
+            self._table.chunks.put_back(hidden.engine_hash, hidden.parent)
 
     def _remove(self, placement: Placement, worker: WorkerTable, event: Removed, tally: Tally) -> None:
         tier = TIER_INDEX[event.tier]
@@ -55,5 +66,5 @@ class Preview:
             if engine_hash in self._table.held[tier] and not (shown and worker.counted):
                 own = self._table.heads[tier].get(engine_hash, ())
                 keys = (*own, self._table.held[tier][engine_hash])
-                self._hidden.append((tier, engine_hash, keys))
+                self._hidden.append(_Hidden(tier, engine_hash, keys, self._table.chunks.parent(engine_hash)))
                 placement.apply(worker, self._table, one, tally)
