@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from struct import Struct
+from struct import error as StructError
 
 from xxhash import xxh3_64_intdigest
 
@@ -46,6 +49,11 @@ def chain(seed: BlockKey, tokens: Sequence[int], block_size: int) -> list[BlockK
 
     A rest shorter than `block_size` is left out. Raises ValueError for a negative token or one above 64 bits.
     """
+    if len(tokens) == block_size:  # engines that do not merge events: half the time of what follows
+        try:
+            return [xxh3_64_intdigest(_packer(block_size)(seed, *tokens))]  # type: ignore[list-item]  # as below
+        except StructError:
+            pass  # wide or no token ids at all: what follows tells
     blocks = len(tokens) // block_size
     try:
         raw = _u32(tokens)
@@ -64,6 +72,12 @@ def chain(seed: BlockKey, tokens: Sequence[int], block_size: int) -> list[BlockK
 def with_extra(key: BlockKey, extra: bytes) -> BlockKey:
     """Key of a block whose content also depends on `extra` (canonical bytes of multimodal identities)."""
     return BlockKey(xxh3_64_intdigest(key.to_bytes(8, "little") + b"\xfe" + extra))
+
+
+@lru_cache(maxsize=64)
+def _packer(block_size: int) -> Callable[..., bytes]:
+    """Parent's key and one block's tokens in one go."""
+    return Struct(f"<Q{block_size}I").pack
 
 
 def _u32(tokens: Sequence[int]) -> bytes:

@@ -48,8 +48,7 @@ _EXPIRED_AT_ONCE: Final = 5_000  # some 5 ms; the rest waits for the next turn
 _INT_BYTES: Final = 32  # a Python int between 2**30 and 2**60; one more digit is within the same allocation size
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(NamedTuple):
     """What one call of `apply` changed, in blocks of the engine; maps have no zeros.
 
     `repeated` are announcements of blocks held already, `orphans` blocks that wait for their parent or their tokens,
@@ -436,6 +435,8 @@ class KvIndex:
         return total
 
 
+_ZEROS: Final = [0, 0, 0]
+
 _NONE: Final[Mapping[Tier, int]] = MappingProxyType({})
 _NO_SPANS: Final[Mapping[Slot, int]] = MappingProxyType({})
 
@@ -448,8 +449,8 @@ _PLACEHOLDER_BYTES: Final = 200  # no tokens, and no parent that knows it
 
 
 def _by_tier(counts: list[int]) -> Mapping[Tier, int]:
-    if not any(counts):
-        return _NONE
+    if counts[1:] == _ZEROS:
+        return {Tier.GPU: counts[0]} if counts[0] else _NONE
     return {tier: count for tier, count in zip(TIERS, counts, strict=True) if count}
 
 
