@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from gateway.credentials import MAX_KEYS, KeySettings
 from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
 
@@ -29,6 +30,9 @@ ENV_PREFIX = "KVGATE_"
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Weight = Literal["auto"] | Annotated[float, Field(ge=0, le=1_000, allow_inf_nan=False)]
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""A file of ten thousand keys takes the loader in Python seconds."""
+
 POLICIES = ("seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash")
 
 
@@ -62,8 +66,19 @@ class ServerSettings(_Section):
 
 
 class AuthSettings(_Section):
-    """Who may use the admin port."""
+    """Who may use the two ports. With `keys_file` or `keys` every request to a model needs an API key."""
 
+    keys_file: Path | None = Field(
+        None,
+        description="YAML file with API keys, hashed; read again when it changes. One list, `keys`, whose entries have "
+        "`hash`, `tenant` and, if limited, `models`, `requests_per_minute`, `tokens_per_minute`.",
+    )
+    keys: tuple[KeySettings, ...] = Field(
+        (), description="The same entries, beside the file; here `key`, the key itself, may stand for `hash`."
+    )
+    tenant_salt: bool = Field(
+        False, description="Give each tenant a cache salt of its own: no tenant can time what another has asked."
+    )
     admin_token: SecretStr | None = Field(None, description="Bearer token of the admin port; none: no check.")
 
     @field_validator("admin_token")
@@ -72,6 +87,17 @@ class AuthSettings(_Section):
         if value is not None and not value.get_secret_value():
             raise ValueError("is empty; give a token, or leave the key out to have no check")
         return value
+
+    @property
+    def checks_keys(self) -> bool:
+        """Requests to models need an API key."""
+        return self.keys_file is not None or bool(self.keys)
+
+    @model_validator(mode="after")
+    def _salt_needs_tenants(self) -> AuthSettings:
+        if self.tenant_salt and not self.checks_keys:
+            raise ValueError("tenant_salt: without `keys_file` or `keys` there are no tenants")
+        return self
 
 
 class ModelSettings(_Section):
@@ -343,6 +369,26 @@ def load(
         raise ConfigError([_explain(dict(e)) for e in error.errors()]) from error
 
 
+class _KeysFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keys: tuple[KeySettings, ...] = Field(max_length=MAX_KEYS)
+
+
+def read_keys(path: Path) -> tuple[KeySettings, ...]:
+    """The entries of a keys file. Raises ConfigError naming every wrong one, without its hash."""
+    tree = _read_yaml(path)
+    tree.setdefault("keys", ())
+    try:
+        keys = _KeysFile(**tree).keys
+    except ValidationError as error:
+        raise ConfigError([f"{path}: {_explain(dict(e), _KeysFile)}" for e in error.errors()]) from None
+    plain = [number for number, entry in enumerate(keys) if entry.key is not None]
+    if plain:
+        raise ConfigError([f"{path}: keys.{n}.key: give the key's `hash`, not the key itself" for n in plain])
+    return keys
+
+
 def worker_url(value: str) -> str:
     """A worker's base URL without a trailing slash. Raises ValueError saying what a right one looks like."""
     parts = urlsplit(value if "://" in value else f"http://{value}")
@@ -369,11 +415,15 @@ def _or_probe(endpoint: str) -> str | None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_YAML)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except yaml.MarkedYAMLError as error:
+        # Not the error's own text: it quotes the line, which may hold a secret.
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise ConfigError([f"{path}: no valid YAML{line}: {error.problem}"]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: no valid YAML: {error}"]) from error
+        raise ConfigError([f"{path}: no valid YAML: {type(error).__name__}"]) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
@@ -422,17 +472,17 @@ _PLAIN_WORDS = {
 """What pydantic says in words of its own, by type of error."""
 
 
-def _explain(error: dict[str, Any]) -> str:
+def _explain(error: dict[str, Any], root: type[BaseModel] = Settings) -> str:
     loc = [str(part) for part in error["loc"] if part not in _BRANCHES]
     path = ".".join(loc) or "settings"
     if error["type"] == "extra_forbidden":
-        return f"{path}: unknown key{_near(loc[-1], _keys_at(loc[:-1]))}"
+        return f"{path}: unknown key{_near(loc[-1], _keys_at(loc[:-1], root))}"
     said = _PLAIN_WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
     return f"{path}: {said}"
 
 
-def _keys_at(path: list[str]) -> set[str]:
-    model: Any = Settings
+def _keys_at(path: list[str], root: type[BaseModel]) -> set[str]:
+    model: Any = root
     for part in path:
         if part.isdigit():
             continue

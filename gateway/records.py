@@ -464,3 +464,4 @@ class Outcome:
     mode: PrefixMode = PrefixMode.NONE
     stages: StageTimes = field(default_factory=StageTimes)
     error_code: str | None = None
+    tenant: str | None = None

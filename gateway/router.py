@@ -499,6 +499,7 @@ class Lease:
             mode=decision.mode,
             stages=stages,
             error_code=ending.error_code,
+            tenant=request.tenant,
         )
 
 

@@ -17,6 +17,8 @@ The native endpoints (`/tokenize`, `/detokenize`, `/generate`) may leave `model`
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from array import array
 from collections.abc import Mapping
@@ -42,6 +44,18 @@ _NO_FIELDS: Mapping[str, object] = {}
 
 # Endpoints whose stream carries usage only when `stream_options.include_usage` asks for it.
 _USAGE_ON_DEMAND = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS})
+_SALTED = frozenset(
+    {
+        Endpoint.CHAT,
+        Endpoint.COMPLETIONS,
+        Endpoint.RESPONSES,
+        Endpoint.EMBEDDINGS,
+        Endpoint.MESSAGES,
+        Endpoint.GENERATE,
+    }
+)
+"""Endpoints whose prompt enters the prefix cache. Engines ignore fields they do not know; a `cache_salt` on
+`/v1/messages` is one of these up to vLLM 0.33."""
 _MODEL_OPTIONAL = frozenset({Endpoint.TOKENIZE, Endpoint.DETOKENIZE, Endpoint.GENERATE})
 
 _MAX_SESSION_CHARS = 1024
@@ -58,12 +72,15 @@ def parse_request(
     session: str | None = None,
     affinity_field: str | None = None,
     priority: int = 0,
+    tenant: str | None = None,
+    salted: bool = False,
 ) -> InferenceRequest:
     """Read a request body.
 
     `session` and `priority` come from headers: the session header wins over the body's `affinity_field`, the body's
     `priority` over the header's (as in vLLM: lower is served first). `usage_asked` is also true where a stream has
-    its usage without being asked (every endpoint but chat and completions).
+    its usage without being asked (every endpoint but chat and completions). `salted`: the request's cache salt becomes
+    one of its tenant's own, as `ask_for_salt` writes it into the body.
 
     Raises BadRequest: not UTF-8, not JSON, nested too deeply, not an object, or a field of the gateway's is wrong.
     """
@@ -84,6 +101,9 @@ def parse_request(
         session = _session(fields.get(affinity_field))
     sampling = _sampling(fields) if endpoint is Endpoint.GENERATE else fields
     choices = _whole(sampling, "n", 1)
+    salt = _text(fields, "cache_salt")
+    if salted and tenant is not None and endpoint in _SALTED:
+        salt = _tenant_salt(tenant, salt, _extra_key(fields) if endpoint is Endpoint.GENERATE else None)
     return InferenceRequest(
         endpoint=endpoint,
         request_id=request_id,
@@ -92,7 +112,8 @@ def parse_request(
         stream=stream,
         usage_asked=usage_asked,
         session=session,
-        cache_salt=_text(fields, "cache_salt"),
+        tenant=tenant,
+        cache_salt=salt,
         priority=priority if body_priority is None else body_priority,
         max_tokens=_max_tokens(endpoint, sampling),
         choices=1 if choices is None else choices,
@@ -123,6 +144,29 @@ def ask_for_rank(body: bytes, rank: int) -> bytes:
     end = body.rindex(b"}")
     comma = b"," if body[:end].strip() != b"{" else b""
     return b'%b%b"routed_dp_rank":%d%b' % (body[:end], comma, rank, body[end:])
+
+
+def ask_for_salt(body: bytes, request: InferenceRequest) -> bytes:
+    """The body with the request's cache salt, which `parse_request` made of its tenant's and the client's own; all
+    other bytes as they were. Of two equal keys the engines take the last, which is this one.
+
+    SGLang's own `/generate` took only `extra_key` before it took `cache_salt`, so both are written there.
+    """
+    if request.endpoint not in _SALTED or request.cache_salt is None:
+        return body
+    salt = request.cache_salt.encode()
+    end = body.rindex(b"}")
+    # Only the native paths know a body without any field.
+    comma = b"," if request.model or body[:end].strip() != b"{" else b""
+    also = b',"extra_key":"%b"' % salt if request.endpoint is Endpoint.GENERATE else b""
+    return b'%b%b"cache_salt":"%b"%b%b' % (body[:end], comma, salt, also, body[end:])
+
+
+def _tenant_salt(tenant: str, *given: object) -> str:
+    """43 characters that no other tenant can bring about, whatever salt it gives (letters, digits, dash, underscore:
+    vLLM refuses some others). The client's own salts still separate its requests from each other."""
+    text = json.dumps([tenant, *given])
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
 
 
 # --------------------------------------------------------------------------- JSON
@@ -217,6 +261,14 @@ def _max_tokens(endpoint: Endpoint, fields: Mapping[str, object]) -> int | None:
         newer = _whole(fields, "max_completion_tokens", 0)
         return limit if newer is None else newer
     return limit
+
+
+def _extra_key(fields: Mapping[str, object]) -> object:
+    """SGLang's own separation of cached prompts: a text, or one a prompt."""
+    value = fields.get("extra_key")
+    if type(value) is list:
+        return [key for key in value if type(key) is str]
+    return value if type(value) is str else None
 
 
 def _session(value: object) -> str | None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import SecretStr, ValidationError
 
 from gateway.config import POLICIES, ConfigError, Settings, load
+from gateway.credentials import KeySettings, key_hash, make_key
 
 app = typer.Typer(
     name="kvgate",
@@ -210,6 +212,23 @@ def doctor(
     settings = settings_or_exit(config, overrides)
     asked = Asked(admin=admin, token=token, tokenizers=tokenizer or [], probe=probe, timeout_s=timeout, as_json=as_json)
     raise typer.Exit(run(settings, asked))
+
+
+@app.command()
+def key(
+    tenant: Annotated[str, typer.Option(help="Who is to hold it.")] = "default",
+) -> None:
+    """Make an API key, and the entry for the file that auth.keys_file names.
+
+    The key is shown once and stored nowhere: give it to the client. The file gets only its hash.
+    """
+    secret = make_key()
+    try:
+        KeySettings(tenant=tenant, hash=SecretStr(key_hash(secret)))
+    except ValidationError as error:
+        typer.echo("kvgate: --tenant is 1 to 64 letters, digits, dots, dashes or underscores", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(f"key:   {secret}\nentry: - {{tenant: {tenant}, hash: {key_hash(secret)}}}")
 
 
 @app.command()

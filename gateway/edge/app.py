@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from gateway.edge.auth import Keys
 from gateway.edge.responses import MethodNotAllowed, error_headers, error_object
 from gateway.errors import GatewayError, NotFound, UnknownModel
 from gateway.pool import Fleet, ServedModel
@@ -21,18 +22,25 @@ from gateway.records import Endpoint
 _INFERENCE_PATHS = frozenset(endpoint.value for endpoint in Endpoint)
 
 
-def client_app(fleet: Fleet, *, ready: Callable[[], bool], started_unix: int = 0) -> FastAPI:
-    """`ready` says whether traffic may come; `started_unix` is the `created` time of the models shown."""
+def client_app(fleet: Fleet, *, ready: Callable[[], bool], started_unix: int = 0, keys: Keys | None = None) -> FastAPI:
+    """`ready` says whether traffic may come; `started_unix` is the `created` time of the models shown. With `keys`
+    models are shown to whom they are allowed; health and readiness are everybody's."""
     app = FastAPI(title="kvgate", docs_url=None, redoc_url=None, openapi_url=None)
 
+    def allowed(request: Request) -> list[ServedModel]:
+        if keys is None:
+            return fleet.models()
+        tenant = keys.find(dict(request.headers.raw), None)
+        return [model for model in fleet.models() if tenant.may_use(model.name)]
+
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        shown = [_model(model, started_unix) for model in fleet.models()]
+    async def models(request: Request) -> JSONResponse:
+        shown = [_model(model, started_unix) for model in allowed(request)]
         return JSONResponse({"object": "list", "data": shown})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
-        for served in fleet.models():
+    async def model(name: str, request: Request) -> JSONResponse:
+        for served in allowed(request):
             if served.name == name:
                 return JSONResponse(_model(served, started_unix))
         raise UnknownModel("no such model is served; GET /v1/models lists them", param="model")

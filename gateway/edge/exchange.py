@@ -18,7 +18,8 @@ import functools
 import logging
 from typing import Protocol
 
-from gateway.api import ask_for_rank, ask_for_usage, parse_request
+from gateway.api import ask_for_rank, ask_for_salt, ask_for_usage, parse_request
+from gateway.edge.auth import InvalidKey, Visit
 from gateway.edge.gate import Edge
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
@@ -102,8 +103,10 @@ class Exchange:
         "_tried",
         "_untold",
         "_usage_hidden",
+        "_visit",
         "declared_bytes",
         "keep_alive",
+        "refusal",
         "response_complete",
         "whole",
     )
@@ -149,6 +152,14 @@ class Exchange:
         self._retries = 0
         self._tried: frozenset[WorkerId] = frozenset()
         self._untold: Untold | None = None
+        self._visit: Visit | None = None
+        self.refusal: InvalidKey | None = None
+        """Why the body need not be read."""
+        if edge.keys is not None:
+            try:
+                self._visit = Visit(edge.keys.find(fields, endpoint))
+            except InvalidKey as error:
+                self.refusal = error
         request_id = fields.get(b"x-request-id", b"")
         self._request_id = request_id if 0 < len(request_id) <= _MAX_ID_BYTES else edge.request_ids().encode()
         session = fields.get(edge.session_header, b"")
@@ -193,12 +204,20 @@ class Exchange:
     async def _understand(self, body: bytes) -> InferenceRequest:
         edge = self._edge
         request_id = self._request_id.decode("latin-1")
-        session, field = self._session, edge.session_field
+        parse = functools.partial(
+            parse_request,
+            self._endpoint,
+            body,
+            request_id=request_id,
+            session=self._session,
+            affinity_field=edge.session_field,
+            tenant=self._tenant,
+            salted=edge.tenant_salt,
+        )
         if len(body) <= edge.limits.inline_parse_bytes:
-            request = parse_request(self._endpoint, body, request_id=request_id, session=session, affinity_field=field)
+            request = parse()
         else:
-            parse = functools.partial(parse_request, request_id=request_id, session=session, affinity_field=field)
-            request = await self._loop.run_in_executor(edge.executor, parse, self._endpoint, body)
+            request = await self._loop.run_in_executor(edge.executor, parse)
         self._model = request.model
         self._streamed = request.stream
         self._parsed_at = self._located_at = self._reserved_at = self._connected_at = edge.clock()
@@ -206,7 +225,11 @@ class Exchange:
 
     async def _locate(self, request: InferenceRequest, body: bytes) -> PrefixBlocks:
         edge = self._edge
-        pool = edge.router.pool(request.model)
+        visit = self._visit
+        if visit is None:
+            pool = edge.router.pool(request.model)
+        else:
+            pool = visit.pool(edge.router, request.model, edge.clock())
         hasher = edge.hashers(pool.model)
         if hasher is None:
             blocks = PrefixBlocks((), len(body) // _BYTES_A_TOKEN, pool.block_size, PrefixMode.NONE, "no_tokenizer")
@@ -223,12 +246,18 @@ class Exchange:
             if hasher.known is not None:
                 self._untold = _untold(request, blocks, hasher.known, pool)
         self._located_at = self._reserved_at = self._connected_at = edge.clock()
+        if visit is not None:
+            visit.take(blocks.tokens, self._located_at)
         return blocks
 
     async def _first_answer(self, request: InferenceRequest, blocks: PrefixBlocks, body: bytes) -> AnswerHead:
         """The head of the answer that the client will get; as many workers are tried as that takes."""
         edge = self._edge
-        head = request_head(self._target, self._headers, request_id=self._request_id)
+        head = request_head(
+            self._target, self._headers, request_id=self._request_id, credentials_end_here=edge.keys is not None
+        )
+        if edge.tenant_salt:
+            body = ask_for_salt(body, request)
         if edge.ask_usage:
             asking = ask_for_usage(body, request)
             self._usage_hidden = asking is not body
@@ -481,6 +510,8 @@ class Exchange:
             outcome = lease.settle(
                 ending, started_at=self._started_at, stages=self._stage_times(), retries=self._retries
             )
+        if self._visit is not None:
+            self._visit.settle(outcome)
         try:
             edge.on_outcome(outcome)
         except Exception:  # noqa: BLE001  an observer's bug must not cost the client the end of its answer
@@ -501,7 +532,12 @@ class Exchange:
             ended_at=ending.ended_at,
             stages=self._stage_times(),
             error_code=ending.error_code,
+            tenant=self._tenant,
         )
+
+    @property
+    def _tenant(self) -> str | None:
+        return self._visit.tenant.access.tenant if self._visit is not None else None
 
     def _stage_times(self) -> StageTimes:
         """Seconds between the steps made: whole body, parsed, located, reserved, connected."""

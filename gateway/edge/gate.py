@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gateway.edge.auth import Keys
 from gateway.prefix import PromptHasher
 from gateway.records import Outcome, WorkerSpec
 from gateway.router import Router
@@ -60,6 +61,8 @@ class Edge:
         on_retry: Callable[[Outcome], None] | None = None,
         ask_tokens: Callable[[Untold, WorkerSpec], None] | None = None,
         limits: EdgeLimits | None = None,
+        keys: Keys | None = None,
+        tenant_salt: bool = False,
         receipts: bool = True,
         ask_usage: bool = True,
         session_header: str = "x-session-id",
@@ -68,8 +71,9 @@ class Edge:
     ) -> None:
         """`hashers` gives the hasher of a base model. `on_outcome` gets one record for every request, `on_retry` one
         for every attempt that was followed by another, `ask_tokens` each prompt whose tokens an engine is to tell, with
-        the worker that has begun to answer it. `request_ids` makes an id for a client that sent none. `tick_s`
-        is the precision of the client's timeouts."""
+        the worker that has begun to answer it. `request_ids` makes an id for a client that sent none.
+        With `keys` every request needs one of them; `tenant_salt` gives each tenant's prompts a cache salt. `tick_s` is
+        the precision of the client's timeouts."""
         self.router = router
         self.hashers = hashers
         self.upstream = upstream
@@ -80,6 +84,8 @@ class Edge:
         self.ask_tokens = ask_tokens
         self.request_ids = request_ids
         self.limits = limits or EdgeLimits()
+        self.keys = keys
+        self.tenant_salt = tenant_salt
         self.receipts = receipts
         self.ask_usage = ask_usage
         self.session_header = session_header.lower().encode()

@@ -310,7 +310,9 @@ class ClientProtocol(HttpToolsProtocol):
         self._open.append(exchange)
         self._receiving = exchange
         self._body_bytes = 0
-        if exchange.declared_bytes > self._limits.max_body_bytes:
+        if exchange.refusal is not None:
+            self._stop_reading(exchange.refusal)
+        elif exchange.declared_bytes > self._limits.max_body_bytes:
             self._stop_reading(_too_large(self._limits.max_body_bytes))
         if waits:
             self._turns.append(functools.partial(self._begin_turn, exchange, self.expect_100_continue))

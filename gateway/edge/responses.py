@@ -7,6 +7,7 @@ Shapes: OpenAI's `{"error": {"message", "type", "code", "param"}}`; on `/v1/mess
 from __future__ import annotations
 
 import math
+from http import HTTPStatus
 
 import msgspec
 
@@ -80,7 +81,10 @@ def error_json(error: GatewayError, endpoint: Endpoint | None = None) -> bytes:
 
 
 def error_headers(error: GatewayError) -> dict[str, str]:
-    """`retry-after` when the error knows when to come back, in whole seconds and at least one."""
+    """`retry-after` when the error knows when to come back, in whole seconds and at least one; for a missing key the
+    scheme it is to be sent with."""
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        return {"www-authenticate": "Bearer"}
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}

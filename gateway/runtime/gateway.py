@@ -36,6 +36,7 @@ from gateway.policy import Weights, make_policy
 from gateway.pool import STALE_S, Fleet
 from gateway.records import Outcome, WorkerId
 from gateway.router import Router, RouterSettings
+from gateway.runtime.access import KeysInForce
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
@@ -135,7 +136,7 @@ class Gateway:
     async def start(self) -> Ports:
         """Bind the ports, start serving and looking for workers. Returns at once; `ready` tells when traffic may come.
 
-        Raises ConfigError for a tokenizer that cannot be read, OSError for a port that cannot be bound.
+        Raises ConfigError for a tokenizer or a keys file that cannot be read, OSError for a port that cannot be bound.
         """
         await asyncio.to_thread(self.tokenizers.load_configured)
         try:
@@ -168,6 +169,7 @@ class Gateway:
         )
         self.refresh = Refresh(self.fleet, self.membership)
         self.tokenizing = EngineTokenizing(control, self.clock)
+        access = KeysInForce(settings.auth)
         self.edge = Edge(
             router=self.router,
             hashers=self.tokenizers.find,
@@ -184,6 +186,8 @@ class Gateway:
                 max_body_bytes=server.max_body_bytes,
                 max_retries=settings.retries.max,
             ),
+            keys=access.keys,
+            tenant_salt=settings.auth.tenant_salt,
             receipts=server.receipts,
             session_header=settings.routing.affinity.header,
             session_field=settings.routing.affinity.body_field,
@@ -197,7 +201,14 @@ class Gateway:
         if self._requests_log is not None:
             log = self._requests_log
             self.supervisor.start("log", lambda: self._flush_log(log))
-        app = client_app(self.fleet, ready=lambda: self.readiness().ready, started_unix=int(time.time()))  # noqa: TID251
+        if settings.auth.keys_file is not None:
+            self.supervisor.start("keys file", access.watch)
+        app = client_app(
+            self.fleet,
+            ready=lambda: self.readiness().ready,
+            started_unix=int(time.time()),  # noqa: TID251
+            keys=access.keys,
+        )
         await self._serve(app, client_socket, http=client_protocol(self.edge))
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
         for spec in settings.worker_specs():

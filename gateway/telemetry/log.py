@@ -107,6 +107,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     affinity: str = "none"
     retries: int = 0
     error_code: str | None = None
+    tenant: str | None = None
 
 
 class RequestLog:
@@ -188,6 +189,7 @@ def _line(outcome: Outcome, time: str, level: str) -> _Line:
         round((outcome.ended_at - outcome.started_at) * 1e3, 3),
     )
     line.error_code = outcome.error_code
+    line.tenant = outcome.tenant
     line.retries = outcome.retries
     if outcome.endpoint is not None:
         line.path = outcome.endpoint.value

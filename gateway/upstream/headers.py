@@ -7,7 +7,9 @@ Rules:
    Every other header passes byte for byte.
 4. `accept-encoding` is not passed on: the usage is read from the plain body, and between gateway and worker
    compression costs more than it saves.
-5. The length is stated anew: a request always goes out with `content-length`, an answer with the framing its client
+5. Credentials go to a worker only when the gateway has no API keys of its own: then they are the worker's. A worker's
+   own key replaces them.
+6. The length is stated anew: a request always goes out with `content-length`, an answer with the framing its client
    can read.
 """
 
@@ -34,9 +36,11 @@ HOP_BY_HOP = frozenset(
         b"http2-settings",
     )
 )
-_NOT_TO_WORKER = HOP_BY_HOP | {
+_CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key"))
+"""Of OpenAI's, Anthropic's and Azure's clients."""
+
+_NOT_TO_WORKER = (HOP_BY_HOP | _CREDENTIALS) | {
     b"accept-encoding",
-    b"authorization",
     b"content-length",
     b"expect",
     b"host",
@@ -61,12 +65,12 @@ STATUS_LINES = {status: _status_line(status) for status in range(100, 1000)}
 class RequestHead(NamedTuple):
     """What of a client's request head goes to a worker, whichever it will be.
 
-    `target` is path and query, `fields` the header lines, `authorization` the client's own line or empty.
+    `target` is path and query, `fields` the header lines, `credentials` those the client identifies itself with.
     """
 
     target: bytes
     fields: bytes
-    authorization: bytes
+    credentials: bytes
 
     def to_worker(self, host: bytes, credentials: bytes, body_length: int, *, rank: bytes = b"") -> bytes:
         """The request head for one worker: `credentials` (a whole header line) replace the client's when not empty,
@@ -75,30 +79,33 @@ class RequestHead(NamedTuple):
             self.target,
             host,
             self.fields,
-            credentials or self.authorization,
+            credentials or self.credentials,
             rank,
             body_length,
         )
 
 
-def request_head(target: bytes, headers: Headers, *, request_id: bytes) -> RequestHead:
-    """Header names must be in lower case, as the edge collects them."""
+def request_head(
+    target: bytes, headers: Headers, *, request_id: bytes, credentials_end_here: bool = False
+) -> RequestHead:
+    """Header names must be in lower case, as the edge collects them. `credentials_end_here`: they were meant for the
+    gateway."""
     lines = [b"x-request-id: ", request_id, b"\r\n"]
-    authorization = b""
+    credentials: list[bytes] = []
     named: frozenset[bytes] = frozenset()
     for name, value in headers:
         if name in _NOT_TO_WORKER:
-            if name == b"authorization":
-                authorization = b"authorization: %b\r\n" % value
+            if name in _CREDENTIALS:
+                if not credentials_end_here:
+                    credentials += (name, b": ", value, b"\r\n")
             elif name == b"connection":
                 named |= _named(value)
         elif not name.startswith(_OURS):
             lines += (name, b": ", value, b"\r\n")
     if named:
         lines = lines[:3] + _without(lines[3:], named)
-        if b"authorization" in named:
-            authorization = b""
-    return RequestHead(target, b"".join(lines), authorization)
+        credentials = _without(credentials, named)
+    return RequestHead(target, b"".join(lines), b"".join(credentials))
 
 
 class Framing(Enum):

@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from gateway.edge import Edge, EdgeLimits, client_app, client_protocol, request_id_maker
+from gateway.edge import Edge, EdgeLimits, Keys, client_app, client_protocol, request_id_maker
 from gateway.kv import KvIndex
 from gateway.policy import make_policy
 from gateway.pool import Fleet
@@ -331,6 +331,8 @@ async def relay(
     ask_usage: bool = True,
     hasher: PromptHasher | None = None,
     keep_alive_s: int = 30,
+    keys: Keys | None = None,
+    tenant_salt: bool = False,
 ) -> AsyncIterator[RelayRig]:
     """A gateway with one worker a script, named w1, w2, ...; None is a worker that refuses connections.
 
@@ -366,12 +368,14 @@ async def relay(
             on_retry=retried.append,
             request_ids=request_id_maker(rng),
             limits=limits,
+            keys=keys,
+            tenant_salt=tenant_salt,
             receipts=receipts,
             ask_usage=ask_usage,
             tick_s=0.02,
         )
         config = uvicorn.Config(
-            client_app(fleet, ready=lambda: edge.accepting),
+            client_app(fleet, ready=lambda: edge.accepting, keys=keys),
             host="127.0.0.1",
             port=0,
             http=client_protocol(edge),

@@ -17,6 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.config import read_keys
+from gateway.credentials import key_hash
+
 KVGATE = [sys.executable, "-m", "gateway"]
 PATIENCE_S = 30.0
 BODY = {
@@ -161,6 +164,19 @@ def test_demo_prints_figures(tmp_path: Path) -> None:
         assert policy["requests"] > 0
 
 
+def test_a_key_that_was_made_is_good(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*KVGATE, "key", "--tenant", "a"], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    secret, entry = re.fullmatch(r"key:   (\S+)\nentry: (- .*)\n", done.stdout).groups()  # type: ignore[union-attr]
+    assert len(secret) > 40
+    assert secret not in entry
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n  {entry}\n")
+    keys = read_keys(path)
+    assert [(key.tenant, key.digest.hex()) for key in keys] == [("a", key_hash(secret))]
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -174,6 +190,7 @@ def test_demo_prints_figures(tmp_path: Path) -> None:
         (["engine", "--block-size", "0"], "'--block-size': Input should be greater"),
         (["serve", "--worker", "http://a:1", "--port", "8100", "--admin-port", "8100"], "both 8100"),
         (["explain", "none.json"], "none.json"),
+        (["key", "--tenant", "a b"], "--tenant is 1 to 64 letters"),
     ],
 )
 def test_mistakes_end_with_code_2_and_say_what_is_wrong(args: list[str], said: str) -> None:

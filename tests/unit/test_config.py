@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import ConfigError, Settings, default_worker_name, load, worker_url
+from gateway.credentials import key_hash
 from gateway.records import EngineKind, RankChoice, WorkerId, WorkerSpec
 
 
@@ -57,6 +58,12 @@ def test_nested_environment_and_json_lists() -> None:
         ("server: {port: 70000}", "server.port: "),
         ("routing: {alpha: .nan}", "routing.alpha: "),
         ("workers: [{url: 'http://a:1/v1'}]", "give the base URL only"),
+        ("auth: {tenant_salt: true}", "auth: tenant_salt: without `keys_file` or `keys` there are no tenants"),
+        ("auth: {keys: [{tenant: a}]}", "auth.keys.0: give `hash`, or `key`, and not both"),
+        ("auth: {keys: [{tenant: a, key: short-and-secret}]}", "auth.keys.0.key: expected 20 or more ASCII characters"),
+        ("auth: {keys: [{tenant: 'a b', key: kvg-0123456789abcdefghij}]}", "auth.keys.0.tenant: expected 1 to 64"),
+        ("auth: {keys: [{tenan: a, key: kvg-0123456789abcdefghij}]}", "auth.keys.0.tenan: unknown key; did you mean"),
+        ("auth: {keys: [{tenant: a, hash: abc, requests_per_minute: 0}]}", "auth.keys.0.requests_per_minute: "),
         ("workers: [{url: 'ftp://a'}]", "is no worker URL"),
         ("workers: [{url: 'http://a:1', kv_events: 'a:5557'}]", "expected `auto`, `off` or an endpoint"),
         ("workers: [{url: 'http://a:1', name: w}, {url: 'http://b:1', name: w}]", "'w' is used twice"),
@@ -147,3 +154,27 @@ def test_what_overrides_a_workers_own_words(tmp_path: Path) -> None:
     assert (given.data_parallel_size, given.ranks) == (2, RankChoice.ONE)
     assert (given.kv_events, given.kv_replay) == ("", "tcp://a:5657")  # a bare `off` is no boolean here
     assert found == WorkerSpec(WorkerId("w2"), "http://b:1")
+
+
+def test_keys_come_from_the_environment_and_are_masked() -> None:
+    secret = "kvg-0123456789abcdefghij"
+    settings = load(environ={"KVGATE_AUTH__KEYS": f'[{{"key": "{secret}", "tenant": "a", "models": ["m"]}}]'})
+    assert settings.auth.checks_keys
+    assert settings.auth.keys[0].digest.hex() == key_hash(secret)
+    for shown in (repr(settings), str(settings.model_dump(mode="json")), settings.model_dump_json()):
+        assert secret not in shown
+
+
+def test_no_message_repeats_a_secret(tmp_path: Path) -> None:
+    secret = "kvg-0123456789abcdefghij"
+    broken = (
+        f"auth: {{admin_token: [{secret}]}}",
+        f"auth: {{keys: [{{key: {secret}, hash: {secret}, tenant: a}}]}}",
+        f"auth: {{keys: [{{hash: {secret}, tenant: a}}]}}",
+        f"auth: {{keys: {secret}}}",
+        f"auth:\n  admin_token: {secret}\n :x: {secret}: [",
+        f"workers: [{{url: 'http://a:1', api_key: [{secret}]}}]",
+    )
+    for text in broken:
+        assert secret not in problems_of(path=write(tmp_path, text), environ={}), text
+    assert secret not in problems_of(environ={"KVGATE_AUTH__KEYS": f'[{{"key": "{secret}"'})
