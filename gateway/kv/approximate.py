@@ -85,7 +85,7 @@ class Learned:
     """One worker's learned blocks with their last use, oldest first: token keys and text keys apart, since a block of
     each stands for another number of tokens."""
 
-    __slots__ = ("bit", "capacity", "horizon", "text", "text_size", "token_size", "tokens")
+    __slots__ = ("bit", "capacity", "horizon", "instead", "text", "text_size", "token_size", "tokens")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
@@ -95,6 +95,8 @@ class Learned:
         self.tokens: OrderedDict[BlockKey, float] = OrderedDict()
         self.text: OrderedDict[BlockKey, float] = OrderedDict()
         self.token_size = self.text_size = 1
+        self.instead = False
+        """Some of the text stands for tokens that an engine tells: events will say better."""
 
     @property
     def blocks(self) -> int:
@@ -194,6 +196,7 @@ class ApproximateBlocks:
             dropped += len(learned.text)
             self._clear(learned.bit, learned.text)
             learned.text = OrderedDict()
+            learned.instead = False
         self.held -= dropped
         return dropped
 

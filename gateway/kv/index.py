@@ -198,7 +198,7 @@ class KvIndex:
         worker.heard = True
         if self._approximate is not None:
             learned = self._approximate.worker(worker.bit)
-            self._approximate.forget(learned, text=False)
+            self._approximate.forget(learned, text=learned.instead)
             worker.learned_blocks = learned.held_tokens // worker.block_size
 
     def end_preview(self, slot: Slot, rank: int) -> None:
@@ -336,8 +336,9 @@ class KvIndex:
         # Announced blocks of a process that is gone are the feed's to drop; until then nothing is learned beside them.
         if blocks.mode is not PrefixMode.APPROXIMATE and (worker.heard or any(worker.blocks)):
             return None
-        blocks = blocks.text or blocks  # of token ids an engine told only the beginning is known
         learned = self._approximate.worker(worker.bit)
+        if blocks.text is not None:  # of token ids an engine told only the beginning is known
+            blocks, learned.instead = blocks.text, True
         remembered = self._approximate.remember(learned, blocks, capacity, worker.promises, now)
         worker.learned_blocks = learned.held_tokens // worker.block_size
         return remembered

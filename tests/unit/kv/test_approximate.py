@@ -95,6 +95,18 @@ def test_the_first_event_leaves_text_alone() -> None:
     assert held(made, prompt(20)) == [3, 0]
 
 
+def test_text_that_stands_for_told_tokens_goes_with_the_first_event() -> None:
+    """Else it would hide what the events say was evicted."""
+    made = index()
+    text = prompt(20, mode=PrefixMode.APPROXIMATE, seed=5)
+    told = PrefixBlocks(prompt(8).chains, text.tokens, SIZE, PrefixMode.ENGINE, text=text)
+    made.remember(A, told, 0, 1.0)
+    assert held(made, text) == [20, 0]
+    announce(made, A, 8)
+    assert (held(made, text), held(made, told)) == ([0, 0], [8, 0])
+    assert made.remember(A, told, 0, 2.0) is None
+
+
 def test_a_worker_holds_no_more_than_its_cache_and_ends_of_chains_go_first() -> None:
     made = index()
     capacity = 50 * SIZE
