@@ -19,26 +19,11 @@ The decoder keeps no state: what a cache group is, which parent is known and wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
 from gateway.records import EngineHash, EngineKind, Tier
-
-_STORED_FIELDS: Final = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-    "kv_cache_spec_sliding_window",
-)
-_REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 
 _TIERS: Final[dict[str | None, Tier]] = {
     None: Tier.GPU,
@@ -79,6 +64,73 @@ _RANKED: Final = frozenset({b"\x93\xcb", b"\x93\xcf"})
 
 _END_MARKER: Final = b"\xff" * 8
 
+
+class _StoredFields(msgspec.Struct, gc=False):
+    """A store as the engines' own types say, in the order of the array form."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None = None
+    token_ids: list[int] | None = None
+    block_size: int | None = None
+    lora_id: Any = None
+    medium: Any = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: Any = None
+
+
+class _WireStored(_StoredFields, tag_field="type", tag="BlockStored", gc=False):
+    """What came later is in maps only."""
+
+    cache_salt: str | None = None
+    block_mm_infos: list[Any] | None = None
+    ownership: Any = None
+
+
+class _ArrayStored(_StoredFields, array_like=True, tag="BlockStored", gc=False):
+    cache_salt: ClassVar[None] = None
+    block_mm_infos: ClassVar[None] = None
+    ownership: ClassVar[None] = None
+
+
+class _WireRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    block_hashes: list[int | bytes]
+    medium: Any = None
+    group_idx: int | None = None
+
+
+class _WireCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _ArrayRemoved(_WireRemoved, array_like=True, tag="BlockRemoved", gc=False):
+    pass
+
+
+class _ArrayCleared(_WireCleared, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _MapBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_WireStored | _WireRemoved | _WireCleared]
+    rank: Any = None
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_ArrayStored | _ArrayRemoved | _ArrayCleared]
+    rank: Any = None
+
+
+_POSITIONS: Final = _StoredFields.__struct_fields__
+_STORED_FIELDS: Final = _WireStored.__struct_fields__
+_REMOVED_FIELDS: Final = _WireRemoved.__struct_fields__
+
+_decode_maps: Final = msgspec.msgpack.Decoder(_MapBatch).decode
+_decode_arrays: Final = msgspec.msgpack.Decoder(_ArrayBatch).decode
 _decode: Final = msgspec.msgpack.Decoder().decode
 _decode_outer: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -206,6 +258,9 @@ def batch_rank(payload: bytes) -> int | None:
 
 def decode_batch(payload: bytes) -> KvBatch | ForeignMessage:
     """Decode one payload. Raises MalformedMessage when it is no msgpack or has a shape no known sender uses."""
+    batch = _usual(payload)
+    if batch is not None:
+        return batch
     try:
         raw = _decode(payload)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -236,6 +291,26 @@ def decode_batch(payload: bytes) -> KvBatch | ForeignMessage:
         else:
             events.append(event)  # type: ignore[arg-type]  # `type(...) is str` does not narrow
     return KvBatch(ts, rank if type(rank) is int else None, events, tuple(skipped))
+
+
+def _usual(payload: bytes) -> KvBatch | None:
+    """The batch, where every event is as the engines' own types say; None for whatever is not: rule 1 judges it event
+    by event. Half the time of decoding to plain objects."""
+    if payload[1:2] != b"\xcb" or len(payload) < 14:
+        return None
+    first = payload[11] if payload[10] & 0xF0 == 0x90 else payload[13]
+    try:
+        batch = _decode_maps(payload) if first & 0xF0 == 0x80 or first == 0xDE else _decode_arrays(payload)
+        events: list[KvEvent] = []
+        for wire in batch.events:
+            event = _of_wire(wire)
+            if type(event) is str:
+                return None
+            events.append(event)  # type: ignore[arg-type]  # `type(...) is str` does not narrow
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError, LookupError):
+        return None
+    rank = batch.rank
+    return KvBatch(batch.ts, rank if type(rank) is int else None, events)
 
 
 def decode_events(payload: bytes) -> Iterator[KvEvent | str] | ForeignMessage:
@@ -291,68 +366,67 @@ def _event(raw: Any) -> KvEvent | str:
     if type(raw) is not dict:
         kind = raw[0]
         if kind == "BlockStored":
-            raw = dict(zip(_STORED_FIELDS, raw[1:], strict=False))
+            raw = dict(zip(_POSITIONS, raw[1:], strict=False))
         elif kind == "BlockRemoved":
             raw = dict(zip(_REMOVED_FIELDS, raw[1:], strict=False))
     else:
         kind = raw.get("type")
+    if kind == "AllBlocksCleared":
+        return Cleared()
     if kind == "BlockStored":
-        return _stored(raw)
+        told = {name: raw[name] for name in _STORED_FIELDS if name in raw}
+        tokens = told.get("token_ids")
+        if tokens and type(tokens[0]) is list:
+            # SGLang with EAGLE-style drafting: pairs of a token and the one after it.
+            told["token_ids"] = [pair[0] for pair in tokens]
+        return _of_wire(msgspec.convert(told | {"type": kind}, _WireStored))
     if kind == "BlockRemoved":
-        tier = _tier(raw.get("medium"))
-        group = raw.get("group_idx")
-        if tier is None:
-            return "unknown_medium"
-        if group is not None and type(group) is not int:
-            return "malformed"
-        return Removed(_fold_all(raw["block_hashes"]), tier, group)
-    return Cleared() if kind == "AllBlocksCleared" else "unknown_kind"
+        told = {name: raw[name] for name in _REMOVED_FIELDS if name in raw}
+        return _of_wire(msgspec.convert(told | {"type": kind}, _WireRemoved))
+    return "unknown_kind"
 
 
-def _stored(raw: dict[str, Any]) -> KvEvent | str:
-    get = raw.get
-    medium = get("medium")
+def _of_wire(wire: _WireStored | _ArrayStored | _WireRemoved | _WireCleared) -> KvEvent | str:
+    if isinstance(wire, _WireCleared):
+        return Cleared()
+    medium = wire.medium
     tier = _TIERS.get(medium) or _tier(medium)
     if tier is None:
         return "unknown_medium"
-    hashes = _fold_all(raw["block_hashes"])
-    parent = get("parent_block_hash")
+    hashes = _fold_all(wire.block_hashes)
+    if isinstance(wire, _WireRemoved):
+        return Removed(hashes, tier, wire.group_idx)
+    parent = wire.parent_block_hash
     if parent is not None:
         parent = _fold(parent)
         if parent in _NO_PARENT:
             parent = None
-    tokens = get("token_ids") or []
-    if tokens and type(tokens[0]) is list:
-        # SGLang with EAGLE-style drafting: pairs of a token and the one after it.
-        tokens = [pair[0] for pair in tokens]
-    block_size = get("block_size") or 0
-    group = get("group_idx")
-    kind = get("kv_cache_spec_kind")
-    adapter = get("lora_name")
-    salt = get("cache_salt")
-    if (
-        type(tokens) is not list
-        or type(block_size) is not int
-        or (group is not None and type(group) is not int)
-        or (kind is not None and type(kind) is not str)
-        or (adapter is not None and type(adapter) is not str)
-        or (salt is not None and type(salt) is not str)
-    ):
-        return "malformed"
-    extra_keys = get("extra_keys")
+    adapter, salt = wire.lora_name, wire.cache_salt
+    extra_keys = wire.extra_keys
     extras = None
     if extra_keys is not None and any(extra_keys):
         salt, extras = _split_extras(extra_keys, adapter, at_root=parent is None)
         if len(extra_keys) != len(hashes):
             return "malformed"
-    items = get("block_mm_infos")
+    items = wire.block_mm_infos
     if items is not None and any(items):  # relayed TensorRT-LLM events
         extras = [None if item is None else _encode(item) for item in items]
         if len(extras) != len(hashes):
             return "malformed"
-    keyed = extra_keys is not None
-    fleeting = medium in _FLEETING and get("ownership") != _REMOVES_FROM_STORAGE
-    return Stored(hashes, parent, tokens, block_size, tier, group, kind, adapter, salt, extras, keyed, fleeting)
+    return Stored(
+        hashes,
+        parent,
+        wire.token_ids or [],
+        wire.block_size or 0,
+        tier,
+        wire.group_idx,
+        wire.kv_cache_spec_kind,
+        adapter,
+        salt,
+        extras,
+        extra_keys is not None,
+        medium in _FLEETING and wire.ownership != _REMOVES_FROM_STORAGE,
+    )
 
 
 def _split_extras(
