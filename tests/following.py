@@ -36,16 +36,19 @@ class Follower:
         """A batch of the subscription."""
         self._execute(self.state.on_live(seq, payload, now), now)
 
-    def answer(self, replies: Iterable[tuple[int, bytes]], now: float, *, end: bool = True) -> None:
+    def answer(self, replies: Iterable[tuple[int, bytes]], now: float, *, end: bool = True) -> list[int]:
         """Replies to the open request; without `end` the end marker got lost. What comes after a newer request, or
-        after the replay was given up, is dropped with its connection."""
+        after the replay was over, is dropped with its connection. Returns the numbers that were taken."""
         asked = len(self.asks)
+        taken: list[int] = []
         for seq, payload in replies:
             if self.asked is None or len(self.asks) != asked:
-                return
+                return taken
+            taken.append(seq)
             self._execute(self.state.on_replay(seq, payload, now), now)
         if end and self.asked is not None and len(self.asks) == asked:
             self._execute(self.state.on_replay_end(now), now)
+        return taken
 
     def tick(self, now: float) -> None:
         """Time passed."""

@@ -7,6 +7,7 @@ simulated engine does it, and predicted is held against delivered.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import pytest
 from gateway.kv.index import DEFAULT_ORPHAN_LIMIT
 from gateway.records import Tier
 from gateway.sim.event_bytes import Encoding
+from gateway.sim.releases import Dialect
 from gateway.sim.server import EngineSettings
 from tests.integration.rig import fast, rig, until
 from tests.integration.truth import (
     BLOCK,
+    DIALECTS,
     Answered,
     ask,
     in_step,
@@ -137,10 +140,11 @@ async def test_b5_a_hundred_thousand_orphans_are_bounded() -> None:
 # ---------------------------------------------------------------- B6: one system prompt everywhere
 
 
-async def test_b6_sixteen_conversations_behind_one_system_prompt_find_their_workers() -> None:
+@DIALECTS
+async def test_b6_sixteen_conversations_behind_one_system_prompt_find_their_workers(dialect: Dialect) -> None:
     system = prompt(50, 64)
     # At the rig's usual speed ten blocks are computed in less time than what the score calls equal.
-    async with rig(16, engine=fast(speed=2.0)) as r:
+    async with rig(16, engine=fast(dialect=dialect, speed=2.0)) as r:
         conversations = {e.settings.name: prompt(100 + n, 10, after=system) for n, e in enumerate(r.engines)}
         for engine in r.engines:
             await warm(r, engine, conversations[engine.settings.name])
@@ -163,12 +167,20 @@ async def again(settings: EngineSettings, first: dict[str, Any], then: dict[str,
         return await ask(r, P, **then)
 
 
-async def test_b7_blocks_of_32_where_16_is_configured() -> None:
-    answer = await again(fast(block_size=32), {}, {}, models=[{"name": "demo", "block_size": 16}])
+@DIALECTS
+async def test_b7_blocks_of_32_where_16_is_configured(dialect: Dialect) -> None:
+    answer = await again(fast(dialect=dialect, block_size=32), {}, {}, models=[{"name": "demo", "block_size": 16}])
     assert answer == ("w1", 12 * BLOCK, 12 * BLOCK)
 
 
-@pytest.mark.parametrize("encoding", list(Encoding))
+ENGINES = {
+    "vllm, maps": fast(encoding=Encoding.MAP),
+    "vllm, arrays": fast(encoding=Encoding.ARRAY),
+    "sglang": fast(dialect=Dialect.SGLANG),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("first", "then", "shared"),
     [
@@ -184,10 +196,8 @@ async def test_b7_blocks_of_32_where_16_is_configured() -> None:
         ({"model": "sql", "cache_salt": "a"}, {"cache_salt": "a"}, False),
     ],
 )
-async def test_b7_adapters_and_salts(
-    first: dict[str, Any], then: dict[str, Any], shared: bool, encoding: Encoding
-) -> None:
-    answer = await again(fast(adapters=("sql",), encoding=encoding), first, then)
+async def test_b7_adapters_and_salts(first: dict[str, Any], then: dict[str, Any], shared: bool, engine: str) -> None:
+    answer = await again(replace(ENGINES[engine], adapters=("sql",)), first, then)
     assert answer.predicted == answer.delivered == (12 * BLOCK if shared else 0)
 
 

@@ -9,10 +9,12 @@ import msgspec
 
 from gateway.records import Tier
 from gateway.sim.faults import Fault, FaultKind
+from gateway.sim.releases import Dialect
 from tests.integration.rig import Rig, fast, rig, until
 from tests.integration.truth import (
     BLOCK,
     COMPLETIONS,
+    DIALECTS,
     Told,
     ask,
     body,
@@ -39,8 +41,9 @@ def end_promises(r: Rig) -> None:
 # ---------------------------------------------------------------- B9: late and never
 
 
-async def test_b9_events_later_than_the_answer_confirm_the_promise() -> None:
-    async with rig(3, settings=LONG_TTL) as r:
+@DIALECTS
+async def test_b9_events_later_than_the_answer_confirm_the_promise(dialect: Dialect) -> None:
+    async with rig(3, engine=fast(dialect=dialect), settings=LONG_TTL) as r:
         for engine in r.engines:
             engine.fault(Fault(FaultKind.HOLD))
         home = (await ask(r, P)).worker
@@ -56,8 +59,9 @@ async def test_b9_events_later_than_the_answer_confirm_the_promise() -> None:
         assert await ask(r, P) == (home, WHOLE, WHOLE)
 
 
-async def test_b9_a_promise_that_is_never_confirmed_ends_once() -> None:
-    async with rig(2, settings=LONG_TTL) as r:
+@DIALECTS
+async def test_b9_a_promise_that_is_never_confirmed_ends_once(dialect: Dialect) -> None:
+    async with rig(2, engine=fast(dialect=dialect), settings=LONG_TTL) as r:
         for engine in r.engines:
             engine.fault(Fault(FaultKind.HOLD))
         home = (await ask(r, P)).worker
@@ -69,8 +73,9 @@ async def test_b9_a_promise_that_is_never_confirmed_ends_once() -> None:
         assert resident(r, home) == 0
 
 
-async def test_b9_an_answer_aborted_before_its_first_byte_leaves_no_promise() -> None:
-    async with rig(2, engine=fast(speed=0.01), settings=LONG_TTL) as r:
+@DIALECTS
+async def test_b9_an_answer_aborted_before_its_first_byte_leaves_no_promise(dialect: Dialect) -> None:
+    async with rig(2, engine=fast(dialect=dialect, speed=0.01), settings=LONG_TTL) as r:
         sending = asyncio.create_task(r.http.post(COMPLETIONS, json=body(P, stream=True)))
         await until(lambda: r.gateway.index.stats().speculative == 40)
         sending.cancel()
@@ -80,8 +85,9 @@ async def test_b9_an_answer_aborted_before_its_first_byte_leaves_no_promise() ->
         assert set((await predicted(r, P)).values()) == {0}
 
 
-async def test_b9_an_answer_aborted_after_its_first_byte_is_confirmed_by_events() -> None:
-    async with rig(2, engine=fast(speed=10), settings=LONG_TTL) as r:
+@DIALECTS
+async def test_b9_an_answer_aborted_after_its_first_byte_is_confirmed_by_events(dialect: Dialect) -> None:
+    async with rig(2, engine=fast(dialect=dialect, speed=10), settings=LONG_TTL) as r:
         async with r.http.stream("POST", COMPLETIONS, json=body(P, stream=True, max_tokens=1000)) as answer:
             home = answer.headers["x-kvgate-worker"]
             async for _ in answer.aiter_bytes():

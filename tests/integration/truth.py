@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any, NamedTuple
 
+import pytest
+
 from gateway.records import Slot, Tier, WorkerId
+from gateway.sim.releases import Dialect
 from gateway.sim.server import SimulatedWorker, Speech
 from gateway.upstream.load_text import read_series
 from tests.integration.publisher import Engine, engine
-from tests.integration.rig import Rig, fast, rig, until
+from tests.integration.rig import PATIENCE_S, Rig, fast, rig, until
 
 BLOCK = 16
+
+DIALECTS = pytest.mark.parametrize("dialect", list(Dialect))
 
 COMPLETIONS = "/v1/completions"
 
@@ -59,6 +65,13 @@ async def predicted(r: Rig, tokens: list[int], **more: Any) -> dict[str, int]:
     answer = await r.http.post(url, json=body(tokens, **more))
     assert answer.status_code == 200, answer.text
     return {row["worker"]: row["overlap_tokens"] for row in answer.json()["candidates"]}
+
+
+async def believed(r: Rig, tokens: list[int], expected: dict[str, int]) -> None:
+    """Wait until `predicted` says so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await predicted(r, tokens) != expected:  # noqa: ASYNC110  the gateway is asked
+            await asyncio.sleep(0.01)
 
 
 async def metric(r: Rig, name: str, **labels: str) -> float:

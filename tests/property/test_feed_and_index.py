@@ -138,8 +138,7 @@ class Lane:
         replies = [(seq, process.payloads[seq]) for seq in range(max(asked, process.kept_from), len(process.payloads))]
         whole = at_most is None or len(replies) < at_most
         kept = replies if whole else replies[:at_most]
-        self.received.update(seq for seq, _ in kept)
-        self.follower.answer(kept, now, end=whole)
+        self.received.update(self.follower.answer(kept, now, end=whole))
 
     def settle(self, now: float) -> float:
         """Everything on its way arrives; returns the time then."""
