@@ -58,7 +58,18 @@ class ServerSettings(_Section):
     drain_timeout_s: Seconds = Field(30, description="How long open requests may finish after SIGTERM.")
     header_timeout_s: Seconds = Field(10, description="A client must have sent its request header by then.")
     body_timeout_s: Seconds = Field(60, description="A client must have sent its request body by then.")
+    idle_timeout_s: Seconds = Field(75, description="A client's connection may wait this long for its next request.")
     max_body_bytes: int = Field(67_108_864, ge=1024, le=1 << 31, description="Largest request body.")
+    max_header_bytes: int = Field(65_536, ge=1024, le=1 << 24, description="Largest request header.")
+    max_buffered_bytes: int = Field(
+        1_073_741_824,
+        ge=1024,
+        le=1 << 40,
+        description="Request bodies in memory, all together; what comes beyond is refused with 503.",
+    )
+    max_connections: int = Field(
+        16_384, ge=1, le=1_000_000, description="Open connections of clients; one more is refused with 503."
+    )
     receipts: bool = Field(True, description="Send x-kvgate-* headers with each answer.")
     ready_timeout_s: Seconds = Field(
         30, description="Report ready after this long even when an index is still catching up."

@@ -13,6 +13,7 @@ It does no I/O and reads no clock: `now` is in seconds, monotonic.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,27 +47,28 @@ class RateLimited(ClientError):
 class Bucket:
     """Fills at `per_minute / 60` a second up to `per_minute`; may be overdrawn."""
 
-    __slots__ = ("_at", "_left", "per_minute")
+    __slots__ = ("_at", "_left", "_per_s", "per_minute")
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
+        self._per_s = per_minute / 60.0
         self._left = float(per_minute)
-        self._at: float | None = None
+        self._at = -math.inf
+
+    def left(self, now: float) -> float:
+        """What is there; below 0 when more was taken than there was."""
+        if now > self._at:
+            self._left = min(self._left + (now - self._at) * self._per_s, float(self.per_minute))
+            self._at = now
+        return self._left
 
     def wait_s(self, now: float) -> float:
         """Seconds until something may be taken; 0: now."""
-        self._fill(now)
-        return max(0.0, (1.0 - self._left) * 60.0 / self.per_minute)
+        return max(0.0, (1.0 - self.left(now)) / self._per_s)
 
     def take(self, amount: float, now: float) -> None:
         """Take, whatever is left; a negative amount is given back."""
-        self._fill(now)
-        self._left = min(float(self.per_minute), self._left - amount)
-
-    def _fill(self, now: float) -> None:
-        if self._at is not None and now > self._at:
-            self._left = min(float(self.per_minute), self._left + (now - self._at) * self.per_minute / 60.0)
-        self._at = now
+        self._left = min(self.left(now) - amount, float(self.per_minute))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,10 @@ class Tenant:
 
     def check(self, now: float) -> None:
         """Raises RateLimited when nothing is left."""
-        for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
-            wait_s = bucket.wait_s(now) if bucket is not None else 0.0
-            if bucket is not None and wait_s > 0:
-                said = f"this key may use {bucket.per_minute} {what} a minute and has none left"
-                raise RateLimited(f"{said}; try again in {wait_s:.1f} s", retry_after_s=wait_s)
+        if self.requests is not None and self.requests.left(now) < 1:
+            raise _refusal(self.requests, "requests", now)
+        if self.tokens is not None and self.tokens.left(now) < 1:
+            raise _refusal(self.tokens, "tokens", now)
 
     def take(self, tokens: int, now: float) -> None:
         """One request of so many prompt tokens. Raises RateLimited, and then takes nothing."""
@@ -191,6 +192,12 @@ class Keys:
         if tenant is None:
             raise InvalidKey("the API key is not known here")
         return tenant
+
+
+def _refusal(bucket: Bucket, what: str, now: float) -> RateLimited:
+    wait_s = bucket.wait_s(now)
+    said = f"this key may use {bucket.per_minute} {what} a minute and has none left"
+    return RateLimited(f"{said}; try again in {wait_s:.1f} s", retry_after_s=wait_s)
 
 
 def _bucket(per_minute: int | None, before: Bucket | None) -> Bucket | None:

@@ -83,6 +83,7 @@ class Exchange:
         "_edge",
         "_endpoint",
         "_headers",
+        "_held_bytes",
         "_http_1_0",
         "_lease",
         "_located_at",
@@ -138,6 +139,7 @@ class Exchange:
         self._headers = headers
         self._http_1_0 = http_1_0
         self._pieces: list[bytes] = []
+        self._held_bytes = 0
         self._body_error: GatewayError | None = None
         self._body_waiter: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -291,6 +293,7 @@ class Exchange:
 
     def _pass_on(self, answer: AnswerHead) -> None:
         """From here on the bytes run by callbacks: worker -> relay -> client."""
+        self._let_go()
         stream = self._stream
         assert stream is not None
         relay = self._relay = Relay(
@@ -357,6 +360,8 @@ class Exchange:
     def receive(self, data: bytes) -> None:
         """The next bytes of the body; the protocol has counted them."""
         self._pieces.append(data)
+        self._held_bytes += len(data)
+        self._edge.buffered_bytes += len(data)
 
     def received(self, error: GatewayError | None = None) -> None:
         """The body is complete, or will never be because of `error`."""
@@ -364,6 +369,7 @@ class Exchange:
         if error is not None:
             self._body_error = error
             self._pieces.clear()
+            self._let_go()
             self.keep_alive = False
         if self._body_waiter is not None and not self._body_waiter.done():
             self._body_waiter.set_result(None)
@@ -486,6 +492,7 @@ class Exchange:
     def _finish(self, result: Result, status: int, now: float, *, error_code: str | None = None) -> None:
         """The one end: settles the lease, forgets the exchange, hands on the outcome."""
         self.response_complete = True
+        self._let_go()
         edge, relay = self._edge, self._relay
         edge.exchanges.discard(self)
         # Nothing may be left that only the garbage collector could take apart.
@@ -516,6 +523,11 @@ class Exchange:
             edge.on_outcome(outcome)
         except Exception:  # noqa: BLE001  an observer's bug must not cost the client the end of its answer
             _log.exception("the outcome of request %s was not recorded", outcome.request_id)
+
+    def _let_go(self) -> None:
+        """The body is needed no more."""
+        self._edge.buffered_bytes -= self._held_bytes
+        self._held_bytes = 0
 
     def _unplaced(self, ending: Ending) -> Outcome:
         """The outcome of a request that no worker was chosen for."""

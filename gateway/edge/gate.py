@@ -36,6 +36,9 @@ class EdgeLimits:
     """How long a refused upload is read on after the answer, so that the client can see why."""
     max_header_bytes: int = 65_536
     max_body_bytes: int = 67_108_864
+    max_buffered_bytes: int = 1_073_741_824
+    """Bodies in memory, of all requests together."""
+    max_connections: int = 16_384
     max_pipelined_bytes: int = 65_536
     """Requests sent ahead of their turn that wait unparsed; beyond this reading pauses."""
     inline_parse_bytes: int = 262_144
@@ -92,6 +95,8 @@ class Edge:
         self.session_field = session_field
         self.deadlines = Deadlines(clock, tick_s=tick_s)
         self.exchanges: set[Exchange] = set()
+        self.buffered_bytes = 0
+        """Bodies in memory: from their arrival to the head of the answer."""
         self.accepting = True
         """False: new requests are refused with `shutting_down`."""
 

@@ -4,11 +4,14 @@ Rules:
 1. POST on a path of `records.Endpoint` becomes an `Exchange`; every other request goes uvicorn's way to the ASGI app.
 2. Answers leave in the order of their requests. A request that arrives before its turn waits: parsed, when it came in
    the same read, otherwise as bytes, at most `max_pipelined_bytes` of them; then reading pauses.
-3. Each phase has a limit: head (time, bytes), body (time, bytes), idle. What breaks one is answered once, in turn, and
-   the connection ends; a refused upload is read on for `linger_s`, so that the answer is not lost in a reset.
+3. Each phase has a limit: head (time, bytes), body (time, bytes; those of all bodies together), idle; and the number of
+   connections. What breaks one is answered once, in turn, and the connection ends; a refused upload is read on for
+   `linger_s`, so that the answer is not lost in a reset.
 4. A connection that is lost ends its exchanges in the same call.
 
-Requests that say both `content-length` and `transfer-encoding` are refused by the parser (llhttp in strict mode).
+What two readers could take for different requests is refused: by the parser (llhttp in strict mode) both
+`content-length` and `transfer-encoding`, two lengths, folded lines, bare line feeds and control characters; here a host
+that is missing or given twice, and HTTP/1.0 with chunks.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from uvicorn.server import ServerState
 
 from gateway.edge.exchange import Exchange
 from gateway.edge.gate import Edge
-from gateway.edge.responses import HeaderTooLarge, InternalError, UnsupportedCoding, error_response
+from gateway.edge.responses import HeaderTooLarge, InternalError, Overloaded, UnsupportedCoding, error_response
 from gateway.errors import BadRequest, GatewayError, PayloadTooLarge, RequestTimeout
 from gateway.records import Endpoint
 from gateway.upstream.deadlines import NEVER
@@ -96,6 +99,8 @@ class ClientProtocol(HttpToolsProtocol):
         self.write = transport.write
         self.deadline = self._edge.clock() + self._limits.header_timeout_s
         self._edge.deadlines.watch(self)
+        if len(self.connections) > self._limits.max_connections:
+            self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._edge.deadlines.forget(self)
@@ -255,6 +260,8 @@ class ClientProtocol(HttpToolsProtocol):
             self._body_bytes += len(body)
             if self._body_bytes > self._limits.max_body_bytes:
                 self._stop_reading(_too_large(self._limits.max_body_bytes))
+            elif self._edge.buffered_bytes + len(body) > self._limits.max_buffered_bytes:
+                self._stop_reading(_crowded())
             else:
                 exchange.receive(body)
         elif self._phase is not _Phase.CLOSING:
@@ -288,12 +295,23 @@ class ClientProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _begin_exchange(self, endpoint: Endpoint, target: bytes) -> None:
-        http_1_0 = self.parser.get_http_version() == "1.0"
+        version = self.parser.get_http_version()
+        http_1_0 = version == "1.0"
         # Trailers of a chunked body come through `on_header` too; they must not reach this request's headers.
         headers, self.headers = self.headers, []
+        hosts = 0
         for name, value in headers:
-            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
-                raise UnsupportedCoding("the only transfer coding of a request is chunked")
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    raise UnsupportedCoding("the only transfer coding of a request is chunked")
+                if http_1_0:
+                    raise BadRequest("HTTP/1.0 knows no transfer coding", code="invalid_http")
+        if hosts != 1 and (hosts or not http_1_0):
+            raise BadRequest("a request has one host header", code="invalid_http")
+        if version != "1.1" and not http_1_0:
+            raise BadRequest("the protocol is HTTP/1.1 or HTTP/1.0", code="invalid_http")
         exchange = Exchange(
             self._edge,
             self,
@@ -314,6 +332,8 @@ class ClientProtocol(HttpToolsProtocol):
             self._stop_reading(exchange.refusal)
         elif exchange.declared_bytes > self._limits.max_body_bytes:
             self._stop_reading(_too_large(self._limits.max_body_bytes))
+        elif exchange.declared_bytes + self._edge.buffered_bytes > self._limits.max_buffered_bytes:
+            self._stop_reading(_crowded())
         if waits:
             self._turns.append(functools.partial(self._begin_turn, exchange, self.expect_100_continue))
         else:
@@ -395,6 +415,14 @@ class ClientProtocol(HttpToolsProtocol):
         self.write(error_response(error, endpoint=None, receipts=receipts, keep_alive=False))
         self._linger()
 
+    def _turn_away(self) -> None:
+        """One connection too many: told why, or, when very many come, cut."""
+        if len(self.connections) > self._limits.max_connections * 1.1 + 1:
+            self._phase = _Phase.CLOSING
+            self.transport.abort()
+        else:
+            self._refuse(Overloaded("the gateway holds as many connections as it may", retry_after_s=1))
+
     def _linger(self) -> None:
         """Say that nothing more will be sent, and read on for a while before closing."""
         self._phase = _Phase.CLOSING
@@ -443,6 +471,10 @@ def _endpoint_of(url: bytes) -> tuple[Endpoint | None, bytes]:
 
 def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than {limit} bytes; the limit is server.max_body_bytes")
+
+
+def _crowded() -> Overloaded:
+    return Overloaded("the gateway holds as many request bodies as it may; try again", retry_after_s=1)
 
 
 def _refusal_of(error: httptools.HttpParserError) -> GatewayError:

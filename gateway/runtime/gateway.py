@@ -183,7 +183,10 @@ class Gateway:
             limits=EdgeLimits(
                 header_timeout_s=server.header_timeout_s,
                 body_timeout_s=server.body_timeout_s,
+                max_header_bytes=server.max_header_bytes,
                 max_body_bytes=server.max_body_bytes,
+                max_buffered_bytes=server.max_buffered_bytes,
+                max_connections=server.max_connections,
                 max_retries=settings.retries.max,
             ),
             keys=access.keys,
@@ -335,7 +338,8 @@ class Gateway:
             access_log=False,
             server_header=False,
             date_header=False,
-            timeout_keep_alive=75,
+            # uvicorn itself takes whole seconds only; our own protocol does not use it for timers.
+            timeout_keep_alive=self.settings.server.idle_timeout_s,  # type: ignore[arg-type]
             backlog=_BACKLOG,
         )
         started = asyncio.Event()

@@ -288,6 +288,38 @@ REFUSED: Sequence[tuple[str, bytes, int, str]] = (
     ("long_target", b"GET /" + b"y" * 66_000 + b" HTTP/1.1\r\n\r\n", 400, "invalid_http"),
     ("no_host", b"POST http:///v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}", 400, "invalid_http"),
     ("no_such_port", b"GET http://x:99999/health HTTP/1.1\r\n\r\n", 400, "invalid_http"),
+    *(
+        (name, b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n" + rest, 400, "invalid_http")
+        for name, rest in (
+            ("space_before_colon", b"content-length : 2\r\n\r\n{}"),
+            ("folded", b"transfer-encoding:\r\n chunked\r\n\r\n0\r\n\r\n"),
+            ("plus_length", b"content-length: +2\r\n\r\n{}"),
+            ("negative_length", b"content-length: -2\r\n\r\n{}"),
+            ("hex_length", b"content-length: 0x2\r\n\r\n{}"),
+            ("list_of_lengths", b"content-length: 2, 2\r\n\r\n{}"),
+            ("same_length_twice", b"content-length: 2\r\ncontent-length: 2\r\n\r\n{}"),
+            ("huge_length", b"content-length: 99999999999999999999\r\n\r\n{}"),
+            ("chunked_not_last", b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n"),
+            ("chunked_twice", b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"),
+            ("vertical_tab", b"transfer-encoding: \x0bchunked\r\n\r\n0\r\n\r\n"),
+            ("bare_cr", b"x: a\rcontent-length: 2\r\n\r\n"),
+            ("bare_lf", b"content-length: 2\n\n{}"),
+            ("nul", b"x: a\0b\r\ncontent-length: 2\r\n\r\n{}"),
+            ("no_colon", b"garbage\r\ncontent-length: 2\r\n\r\n{}"),
+            ("no_name", b": x\r\ncontent-length: 2\r\n\r\n{}"),
+            ("chunk_ends_with_lf", b"transfer-encoding: chunked\r\n\r\n2\n{}\n0\n\n"),
+            ("chunk_size_and_space", b"transfer-encoding: chunked\r\n\r\n2 \r\n{}\r\n0\r\n\r\n"),
+            ("chunk_size_0x", b"transfer-encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n"),
+            ("chunk_size_too_long", b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n"),
+            ("chunk_longer_than_said", b"transfer-encoding: chunked\r\n\r\n1\r\n{}\r\n0\r\n\r\n"),
+            ("two_hosts", b"host: u\r\ncontent-length: 2\r\n\r\n{}"),
+        )
+    ),
+    ("no_host_header", b"POST /v1/score HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}", 400, "invalid_http"),
+    ("chunked_1_0", b"POST /v1/score HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400, "invalid_http"),
+    ("http_2_0", b"POST /v1/score HTTP/2.0\r\nhost: t\r\ncontent-length: 2\r\n\r\n{}", 400, "invalid_http"),
+    ("gzip", b"POST /v1/score HTTP/1.1\r\nhost: t\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501,
+     "unsupported_transfer_coding"),
     ("connect", b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400, "bad_request"),
 )  # fmt: skip
 
@@ -437,3 +469,66 @@ async def test_too_many_at_once() -> None:
         call.plain(OK)
         assert (await client.answer()).body == OK
         await client.close()
+
+
+@both_loops
+async def test_bodies_in_memory_are_bounded_all_together() -> None:
+    """What is held counts until the head of its answer; one more body is refused, and later ones are served."""
+    async with relay(silent, limits=EdgeLimits(max_buffered_bytes=100_000)) as r:
+        pad = b',"x":"%b"' % (b"y" * 60_000)
+        first = await r.client()
+        first.send(post(ask(more=pad)))
+        call = await r.workers[0].call()
+        for chunked in (False, True):
+            body = ask(more=pad)
+            if chunked:
+                head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n"
+                raw = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+            else:
+                raw = post(body)
+            refused = await r.ask(raw)
+            assert (refused.status, error_of(refused.body)["code"]) == (503, "overloaded")
+            assert refused.headers["retry-after"] == "1"
+        assert r.edge.buffered_bytes == len(ask(more=pad))
+        call.begin_stream()
+        await until(lambda: r.edge.buffered_bytes == 0)
+        call.end_stream()
+        assert (await first.answer()).status == 200
+        r.workers[0].script = answers(OK)
+        assert (await r.ask(post(ask(more=pad)))).status == 200
+        await until(r.quiet)
+        assert r.edge.buffered_bytes == 0
+
+
+@both_loops
+async def test_bodies_of_clients_that_leave_are_let_go() -> None:
+    async with relay(silent) as r:
+        for raw in (post(ask()), post(ask())[:-5]):
+            client = await r.client()
+            client.send(raw)
+            await until(lambda: r.edge.buffered_bytes > 0)
+            client.abort()
+            await until(lambda: r.edge.buffered_bytes == 0)
+        await until(r.quiet)
+
+
+@both_loops
+async def test_one_connection_too_many_is_told_and_a_flood_is_cut() -> None:
+    async with relay(answers(OK), limits=EdgeLimits(max_connections=10)) as r:
+        held = [await r.client() for _ in range(10)]
+        for client in held:
+            client.send(post(ask()))
+            assert (await client.answer()).status == 200
+        late = await r.client()
+        answer = await late.answer()
+        assert (answer.status, error_of(answer.body)["code"]) == (503, "overloaded")
+        assert await late.rest() == b""
+        flood = [await r.client() for _ in range(30)]
+        told = [await client.rest() for client in flood]
+        assert b"" in told
+        for client in held:
+            client.send(post(ask()))
+            assert (await client.answer()).status == 200, "who is in stays in"
+            client.abort()
+        await until(lambda: not len(r.edge.deadlines))
+        assert (await r.ask(post(ask()))).status == 200

@@ -321,3 +321,30 @@ def test_session_comes_from_the_header_or_from_the_configured_field() -> None:
 def test_priority_of_the_body_wins() -> None:
     assert parse({"model": "m", "messages": HELLO}, priority=3).priority == 3
     assert parse({"model": "m", "messages": HELLO, "priority": 0}, priority=3).priority == 0
+
+
+HEAD = b'{"model":"m","messages":[{"role":"user","content":"x"}],"x":'
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (HEAD + b"[" + b"1," * 4_000_001 + b"1]}", "commas"),
+        (HEAD + b"[" + b"[]," * 350_000 + b"1]}", "lists"),
+        (HEAD + b"[" + b"{}," * 350_000 + b"1]}", "objects"),
+        (HEAD + b"{" + b'"":1,' * 500_001 + b'"":1}}', "keys"),
+        (b"[" * 2_000_000, "lists"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_millions_of_small_values_are_refused_before_they_are_decoded(body: bytes, what: str) -> None:
+    error = refused(body)
+    assert (error.code, error.status) == ("too_many_values", 400)
+    assert what in error.message
+
+
+def test_long_prompts_are_no_bombs() -> None:
+    """A million token ids, and megabytes of JSON as a text."""
+    assert isinstance(prompt_of(Endpoint.COMPLETIONS, prompt=list(range(1_000_000))), TokenPrompt)
+    text = json.dumps([{"name": f"item {number}", "tags": ["a", "b"]} for number in range(60_000)])
+    assert isinstance(prompt_of(Endpoint.COMPLETIONS, prompt=text), TextPrompt)
