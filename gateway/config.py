@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from gateway.credentials import MAX_KEYS, KeySettings
+from gateway.credentials import MAX_KEYS, KeySettings, ServerTls, WorkerTls
 from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
 
@@ -70,6 +70,7 @@ class ServerSettings(_Section):
     max_connections: int = Field(
         16_384, ge=1, le=1_000_000, description="Open connections of clients; one more is refused with 503."
     )
+    tls: ServerTls = ServerTls()
     receipts: bool = Field(True, description="Send x-kvgate-* headers with each answer.")
     ready_timeout_s: Seconds = Field(
         30, description="Report ready after this long even when an index is still catching up."
@@ -315,6 +316,7 @@ class Settings(BaseSettings):
     auth: AuthSettings = AuthSettings()
     models: tuple[ModelSettings, ...] = ()
     workers: tuple[WorkerSettings, ...] = ()
+    worker_tls: WorkerTls = WorkerTls()
     routing: RoutingSettings = RoutingSettings()
     index: IndexSettings = IndexSettings()
     timeouts: TimeoutSettings = TimeoutSettings()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -66,6 +67,42 @@ class KeySettings(BaseModel):
             return bytes.fromhex(key_hash(self.key.get_secret_value()))
         assert self.hash is not None
         return bytes.fromhex(self.hash.get_secret_value().removeprefix("sha256:"))
+
+
+class ServerTls(BaseModel):
+    """TLS on the client port."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cert: Path | None = Field(
+        None, description="Certificate chain (PEM): the client port speaks https. Read again when it changes."
+    )
+    key: Path | None = Field(None, description="Its private key, without a password; none: in the same file.")
+    client_ca: Path | None = Field(
+        None, description="Authorities (PEM) one of which must have signed a client's certificate; none: no check."
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> ServerTls:
+        if self.cert is None and (self.key is not None or self.client_ca is not None):
+            raise ValueError("`cert` is missing")
+        return self
+
+
+class WorkerTls(BaseModel):
+    """How workers with an `https://` URL are reached; their name must be in their certificate."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ca: Path | None = Field(None, description="Authorities (PEM) that are believed; none: the system's.")
+    cert: Path | None = Field(None, description="Client certificate (PEM) for workers that want one.")
+    key: Path | None = Field(None, description="Its private key, without a password; none: in the same file.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> WorkerTls:
+        if self.cert is None and self.key is not None:
+            raise ValueError("`cert` is missing")
+        return self
 
 
 def make_key() -> str:

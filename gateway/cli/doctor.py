@@ -26,6 +26,7 @@ from gateway.config import ConfigError, Settings
 from gateway.doctor import Checked, GatewaySeen, Plan, Tools, ask_gateway, check_fleet, new_prompt, worst
 from gateway.records import Finding, Severity, WorkerId, WorkerSpec
 from gateway.runtime.models import Tokenizers
+from gateway.runtime.tls import worker_context
 from gateway.telemetry import set_up_logging
 from gateway.upstream.control import ControlClient, open_control_client
 
@@ -99,7 +100,8 @@ def run(settings: Settings, asked: Asked) -> int:
 async def _check(settings: Settings, asked: Asked) -> _Report:
     tokenizers = Tokenizers(settings.models, now=lambda: datetime.now().astimezone())
     await asyncio.to_thread(tokenizers.load_configured)
-    async with open_control_client(timeout_s=min(_REQUEST_S, asked.timeout_s)) as client:
+    tls = worker_context(settings.worker_tls, [])
+    async with open_control_client(timeout_s=min(_REQUEST_S, asked.timeout_s), tls=tls) as client:
         gateway = await _asked_gateway(settings, asked, client)
         specs = _specs(settings, gateway)
         # A gateway compares token ids by itself; here it is done where its tokenizers are known, or could be.

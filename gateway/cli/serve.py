@@ -30,8 +30,8 @@ def run(settings: Settings, *, tokenizers: list[str]) -> int:
         )
     telemetry = settings.telemetry
     logs = set_up_logging(form=telemetry.log, level=telemetry.log_level, stream=sys.stderr.buffer, wall=time.time)  # noqa: TID251
-    gateway = Gateway(settings, requests_log=logs.requests)
     try:
+        gateway = Gateway(settings, requests_log=logs.requests)
         uvloop.run(_serve(gateway))
     except ConfigError as error:
         for problem in error.problems:

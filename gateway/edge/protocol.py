@@ -430,8 +430,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        else:
-            self.transport.close()
+        # Else, under TLS: the end cannot be told while reading goes on. The answer's length and `connection: close` do.
 
     def _close(self) -> None:
         """Close once everything written is out; a client that does not take it is cut."""

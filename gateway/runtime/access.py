@@ -13,7 +13,7 @@ from gateway.edge import Access, Keys
 
 _LOOK_EVERY_S = 1.0
 
-_State = tuple[int, int, int]
+FileState = tuple[int, int, int]
 
 
 class KeysInForce:
@@ -27,7 +27,7 @@ class KeysInForce:
         """Reads the file. Raises ConfigError."""
         self._settings = settings
         self._path = settings.keys_file
-        self._seen = _state(self._path)
+        self._seen = file_state(self._path)
         self._log = structlog.get_logger("kvgate.keys")
         self.keys = Keys(self._read()) if settings.checks_keys else None
 
@@ -39,7 +39,7 @@ class KeysInForce:
 
     async def look(self) -> None:
         """Read the file again if it has changed."""
-        state = _state(self._path)
+        state = file_state(self._path)
         if state == self._seen or self.keys is None:
             return
         self._seen = state
@@ -73,7 +73,7 @@ def _access(entry: KeySettings) -> Access:
     )
 
 
-def _state(path: Path | None) -> _State | None:
+def file_state(path: Path | None) -> FileState | None:
     """What tells one state of a file from another; None when there is none to be seen."""
     if path is None:
         return None

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +43,7 @@ from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
 from gateway.runtime.supervisor import Supervisor
+from gateway.runtime.tls import Certificate, server_context, watch, worker_context
 from gateway.telemetry import Exposition, RequestLog, RequestMetrics
 from gateway.upstream.connections import Timeouts
 from gateway.upstream.control import open_control_client
@@ -58,6 +61,8 @@ _STALE_POLLS = 5
 _TOKENIZE_THREADS = 2
 """Threads that tokenise new text; the tokenizer runs outside the interpreter lock."""
 _BACKLOG = 2048
+_TLS_SHUTDOWN_S = 2.0
+"""A client that does not say goodbye is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +122,11 @@ class Gateway:
             ),
         )
         timeouts = settings.timeouts
+        self._certificates: list[Certificate] = []
+        self._worker_tls = worker_context(settings.worker_tls, self._certificates)
         self.upstream = Upstream(
             clock=clock,
+            tls=self._worker_tls,
             timeouts=Timeouts(
                 connect_s=timeouts.connect_s,
                 first_byte_s=timeouts.first_byte_s,
@@ -152,7 +160,7 @@ class Gateway:
         admin_socket = stack.enter_context(_listen(server.admin_host, server.admin_port))
         executor = stack.enter_context(ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenise"))
         stack.callback(self.upstream.close)
-        control = await stack.enter_async_context(open_control_client())
+        control = await stack.enter_async_context(open_control_client(tls=self._worker_tls))
         context: zmq.Context[Any] = zmq.Context()
         stack.callback(context.destroy, linger=0)
         self.membership = Membership(
@@ -212,11 +220,14 @@ class Gateway:
             started_unix=int(time.time()),  # noqa: TID251
             keys=access.keys,
         )
-        await self._serve(app, client_socket, http=client_protocol(self.edge))
+        tls = server_context(server.tls, self._certificates)
+        await self._serve(app, client_socket, http=client_protocol(self.edge), tls=tls)
+        if self._certificates:
+            self.supervisor.start("certificates", lambda: watch(self._certificates))
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
         for spec in settings.worker_specs():
             self.membership.expect(spec)
-        self.ports = Ports(_url(client_socket, server.host), _url(admin_socket, server.admin_host))
+        self.ports = Ports(_url(client_socket, server.host, tls=tls is not None), _url(admin_socket, server.admin_host))
         self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
         return self.ports
 
@@ -327,7 +338,7 @@ class Gateway:
             max_body_bytes=settings.server.max_body_bytes,
         )
 
-    async def _serve(self, app: Any, listener: socket.socket, *, http: Any) -> None:
+    async def _serve(self, app: Any, listener: socket.socket, *, http: Any, tls: ssl.SSLContext | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=http,
@@ -343,7 +354,7 @@ class Gateway:
             backlog=_BACKLOG,
         )
         started = asyncio.Event()
-        server = _Server(config, started.set)
+        server = _Server(config, started.set, tls, handshake_s=self.settings.server.header_timeout_s)
         name = f"server {listener.getsockname()[1]}"
         self.supervisor.start(name, lambda: server.serve(sockets=[listener]))
         self._stack.push_async_callback(self._end_server, server, name)
@@ -360,9 +371,13 @@ class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers (signals are the command's) and without its clock: it would tick ten
     times a second to look for the end, and waking an idle process costs more than passing a chunk."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_started: Callable[[], None], tls: ssl.SSLContext | None, *, handshake_s: float
+    ) -> None:
         super().__init__(config)
         self.on_started = on_started
+        self._tls = tls
+        self._handshake_s = handshake_s
         self.ended = asyncio.Event()
 
     async def main_loop(self) -> None:
@@ -373,7 +388,20 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        # As uvicorn does it, with limits on how long the beginning and the end of TLS may take.
+        await self.lifespan.startup()
+        config = self.config
+        protocol: Any = config.http_protocol_class
+        make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        limits: dict[str, Any] = {}
+        if self._tls is not None:
+            limits = {"ssl_handshake_timeout": self._handshake_s, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(make, sock=listener, ssl=self._tls, backlog=config.backlog, **limits)
+            for listener in sockets or ()
+        ]
+        self.started = True
         self.on_started()
 
 
@@ -391,10 +419,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket, host: str) -> str:
+def _url(listener: socket.socket, host: str, *, tls: bool = False) -> str:
     port = listener.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
 
 
 def _weights(settings: Settings) -> Weights:

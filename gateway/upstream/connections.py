@@ -63,7 +63,8 @@ class WorkerConnections:
         max_idle: int,
     ) -> None:
         parts = urlsplit(spec.url)
-        self._tls = tls if parts.scheme == "https" else None
+        # Never in the clear to a worker whose URL says https.
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._max_idle = max_idle
@@ -77,6 +78,11 @@ class WorkerConnections:
         self.credentials = b"authorization: Bearer %b\r\n" % spec.api_key.encode() if spec.api_key else b""
         # vLLM from 0.11.1 on, SGLang from 0.5.10 on; empty for a worker that is not one rank of several.
         self.rank_header = f"{RANK_HEADER}: {spec.rank.asked}\r\n".encode() if spec.rank is not None else b""
+
+    @property
+    def encrypted(self) -> bool:
+        """Connections are made over TLS."""
+        return self._tls is not None
 
     @property
     def idle(self) -> int:

@@ -103,7 +103,8 @@ class Upstream:
         max_idle_per_worker: int = 256,
         tick_s: float = 0.25,
     ) -> None:
-        """`tls` is used for workers with an https URL. `tick_s` is the precision of the timeouts."""
+        """`tls` is used for workers with an https URL; without it the system's authorities are. `tick_s` is the
+        precision of the timeouts."""
         self.timeouts = timeouts or Timeouts()
         self._clock = clock
         self._tls = tls

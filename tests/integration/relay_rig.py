@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,8 +156,9 @@ class FakeWorker:
         self._server: asyncio.Server | None = None
         self.port = 0
 
-    async def start(self) -> None:
-        self._server = await asyncio.get_running_loop().create_server(lambda: _WorkerConnection(self), "127.0.0.1", 0)
+    async def start(self, tls: ssl.SSLContext | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _WorkerConnection(self), "127.0.0.1", 0, ssl=tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -210,8 +212,8 @@ class RawClient:
         self.writer = writer
 
     @classmethod
-    async def connect(cls, port: int, *, limit: int = 1 << 24) -> RawClient:
-        return cls(*await asyncio.open_connection("127.0.0.1", port, limit=limit))
+    async def connect(cls, port: int, *, limit: int = 1 << 24, tls: ssl.SSLContext | None = None) -> RawClient:
+        return cls(*await asyncio.open_connection("127.0.0.1", port, limit=limit, ssl=tls))
 
     def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -280,6 +282,15 @@ def ask(*, stream: bool = False, more: bytes = b"") -> bytes:
 # --------------------------------------------------------------------------- in between
 
 
+class Tls(NamedTuple):
+    """The contexts of all four ends."""
+
+    gateway: ssl.SSLContext
+    clients: ssl.SSLContext
+    workers: ssl.SSLContext
+    upstream: ssl.SSLContext
+
+
 @dataclass
 class RelayRig:
     """A served edge and its workers."""
@@ -293,9 +304,10 @@ class RelayRig:
     retried: list[Outcome]
     workers: list[FakeWorker]
     clients: list[RawClient]
+    tls: Tls | None = None
 
     async def client(self, *, limit: int = 1 << 24) -> RawClient:
-        client = await RawClient.connect(self.port, limit=limit)
+        client = await RawClient.connect(self.port, limit=limit, tls=self.tls.clients if self.tls else None)
         self.clients.append(client)
         return client
 
@@ -333,6 +345,7 @@ async def relay(
     keep_alive_s: int = 30,
     keys: Keys | None = None,
     tenant_salt: bool = False,
+    tls: Tls | None = None,
 ) -> AsyncIterator[RelayRig]:
     """A gateway with one worker a script, named w1, w2, ...; None is a worker that refuses connections.
 
@@ -342,20 +355,20 @@ async def relay(
     fleet = Fleet()
     rng = Random(3)
     router = Router(fleet, KvIndex(), make_policy("round_robin", rng=rng), rng=rng)
-    upstream = Upstream(clock=clock, timeouts=timeouts, tick_s=0.02)
+    upstream = Upstream(clock=clock, timeouts=timeouts, tick_s=0.02, tls=tls.upstream if tls else None)
     outcomes: list[Outcome] = []
     retried: list[Outcome] = []
     workers: list[FakeWorker] = []
     async with contextlib.AsyncExitStack() as stack:
         for number, script in enumerate(scripts, start=1):
             worker = FakeWorker(f"w{number}", script or silent)
-            await worker.start()
+            await worker.start(tls.workers if tls else None)
             workers.append(worker)
             if script is None:
                 await worker.stop()
             else:
                 stack.push_async_callback(worker.stop)
-            spec = WorkerSpec(name=WorkerId(worker.name), url=f"http://127.0.0.1:{worker.port}")
+            spec = WorkerSpec(name=WorkerId(worker.name), url=f"http{'s' if tls else ''}://127.0.0.1:{worker.port}")
             fleet.add(spec, WorkerFacts(EngineKind.VLLM, "0.32.0", ("m",), block_size=16), clock())
         executor = stack.enter_context(ThreadPoolExecutor(2))
         edge = Edge(
@@ -384,6 +397,7 @@ async def relay(
             log_config=None,
             access_log=False,
             timeout_keep_alive=keep_alive_s,
+            ssl_context_factory=(lambda *_: tls.gateway) if tls else None,
         )
         config.load()
         server = uvicorn.Server(config)
@@ -391,7 +405,7 @@ async def relay(
         server.lifespan = config.lifespan_class(config)
         await server.startup()
         port = server.servers[0].sockets[0].getsockname()[1]
-        rig = RelayRig(port, edge, fleet, router, upstream, outcomes, retried, workers, [])
+        rig = RelayRig(port, edge, fleet, router, upstream, outcomes, retried, workers, [], tls)
         try:
             yield rig
         finally:
