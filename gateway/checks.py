@@ -4,7 +4,8 @@ Rules:
 1. Every request that was predicted a hit, or delivered one that nobody predicted, is evidence for or against the index
    of its worker (`pool.trust`).
 2. The cause of a miss is looked for only when there is one; a hit costs a few comparisons.
-3. Text is keyed by what was sent, not by events: a hit or a miss of it says nothing about them.
+3. Text is keyed by what was sent, not by events: a hit or a miss of it says nothing about them. Nor does a hit beyond
+   the token ids that an engine has told.
 4. Of several prompts in one request engines report the cached tokens of one: nothing can be held against those.
 """
 
@@ -33,7 +34,8 @@ class Basis(NamedTuple):
 
     `mark` is None when nothing was predicted. `promised` are the blocks of the request that only decisions had promised
     by then, `slow` the predicted tokens in slower tiers. `events`: the prediction is the events', not learned from
-    routing. `first` is the first choice's decision, for a request that was moved from there.
+    routing. `text`: it rests on keys of the prompt's text, of which no event can tell; it may reach beyond the keys of
+    the token ids that are known. `first` is the first choice's decision, for a request that was moved from there.
     """
 
     worker: Worker
@@ -43,6 +45,7 @@ class Basis(NamedTuple):
     promised: int
     slow: int
     events: bool
+    text: bool
     first: Decision | None
 
     @property
@@ -70,22 +73,21 @@ class Checks:
         speculation: Speculation | None,
         *,
         slow: int,
+        text: bool,
         instead_of: Basis | None,
     ) -> Basis:
         """To be called when the decision has been made and its blocks are promised. `slow` is the part of the
-        prediction that lies in slower tiers, in tokens."""
+        prediction that lies in slower tiers, in tokens; `text` says that it rests on keys of the prompt's text."""
         mark, promised, events = None, 0, False
-        if decision.predicted_tokens and len(blocks.chains) == 1:
+        if decision.predicted_tokens and not text and len(blocks.chains) == 1:
             slot = worker.slot
             mark = self._index.mark(slot)
             promised = speculation.blocks if speculation is not None else 0
-            events = (
-                worker.belief.feed is not TrustState.BLIND
-                and blocks.mode is not PrefixMode.APPROXIMATE
-                and (self._index.announces(slot) or not self._index.learned(slot))
+            events = worker.belief.feed is not TrustState.BLIND and (
+                self._index.announces(slot) or not self._index.learned(slot)
             )
         first = None if instead_of is None else instead_of.first or instead_of.decision
-        return Basis(worker, decision, blocks, mark, promised, slow, events, first)
+        return Basis(worker, decision, blocks, mark, promised, slow, events, text, first)
 
     def settle(
         self, basis: Basis, delivered: int | None, prompt_tokens: int, now: float
@@ -99,7 +101,7 @@ class Checks:
         decision = basis.decision
         if delivered is None or not basis.blocks.chains:
             return 0, None
-        if decision.mode is not PrefixMode.APPROXIMATE:
+        if not basis.text:
             # Where an engine tells the tokens, those of new text are not known yet.
             allowed = _TEXT_ALLOWED if decision.mode is PrefixMode.ENGINE else 0.1
             short = missed(decision.predicted_tokens, delivered, decision.block_size, allowed=allowed)
@@ -114,6 +116,8 @@ class Checks:
         """Tell the worker's trust what this request says of its index."""
         decision, worker = basis.decision, basis.worker
         size, predicted = decision.block_size, decision.predicted_tokens
+        if decision.mode is PrefixMode.ENGINE:
+            delivered = min(delivered, predicted)  # more was cached than is known of its tokens: nothing strange
         if predicted <= size and delivered <= predicted + size:
             return
         missed_for = verdict.cause if verdict is not None else None

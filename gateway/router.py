@@ -37,6 +37,7 @@ from gateway.records import (
     InferenceRequest,
     Outcome,
     PrefixBlocks,
+    PrefixMode,
     Result,
     Slot,
     StageTimes,
@@ -113,6 +114,7 @@ class _Choice:
     own_s: float
     output_tokens: int
     slow: int
+    text: bool
     overlaps: Overlaps | None
 
 
@@ -283,6 +285,7 @@ class Router:
             blocks,
             booking.speculation,
             slow=choice.slow,
+            text=choice.text,
             instead_of=None if instead_of is None else instead_of.basis,
         )
         return Lease(self._ledger, self._checks, booking, request, choice.pool, record, basis)
@@ -353,7 +356,10 @@ class Router:
         own_s = rows[at][_OWN_S] or worker.slowdown * rates.prefill_s(tokens - hit, hit)
         bit = 1 << worker.slot
         slow = sum(overlaps.slow(worker.slot).values()) if overlaps is not None and self._slow_slots & bit else 0
-        return _Choice(decision, worker, pool, hit, own_s, output, slow, overlaps)
+        text = blocks.mode is PrefixMode.APPROXIMATE
+        if blocks.text is not None and overlaps is not None:
+            text = overlaps.tokens(worker.slot) < raw[at]
+        return _Choice(decision, worker, pool, hit, own_s, output, slow, text, overlaps)
 
     def _view(
         self, pool: Pool, workers: Sequence[Worker], slots: Sequence[Slot], raw: list[int], overlaps: Overlaps | None

@@ -333,8 +333,9 @@ class KvIndex:
         worker = self._workers.get(slot)
         if worker is None or self._approximate is None:
             return None
-        # Announced blocks of a process that is gone are the feed's to drop; until then nothing is learned beside them.
-        if blocks.mode is not PrefixMode.APPROXIMATE and (worker.heard or any(worker.blocks)):
+        # Announced blocks of a process that is gone are the feed's to drop; until then nothing is learned beside them,
+        # nor beside those that a preview hides.
+        if blocks.mode is not PrefixMode.APPROXIMATE and (worker.heard or worker.previews or any(worker.blocks)):
             return None
         learned = self._approximate.worker(worker.bit)
         if blocks.text is not None:  # of token ids an engine told only the beginning is known

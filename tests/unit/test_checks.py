@@ -9,7 +9,17 @@ import pytest
 from gateway import keys
 from gateway.kv.events import Cleared, Removed
 from gateway.pool.evidence import IDENTITY_RUN
-from gateway.records import EngineHash, MissCause, Outcome, PrefixBlocks, PrefixMode, StageTimes, Tier, TrustState
+from gateway.records import (
+    Chain,
+    EngineHash,
+    MissCause,
+    Outcome,
+    PrefixBlocks,
+    PrefixMode,
+    StageTimes,
+    Tier,
+    TrustState,
+)
 from gateway.router import Lease
 from tests.unit.test_router import SIZE, Bench, completed, prompt, request, words
 
@@ -210,3 +220,34 @@ def test_a_distrusted_holder_gives_way_to_a_believed_one() -> None:
     bench.hold("w1", TOKENS[: 20 * SIZE])
     decision = bench.route(TOKENS, 10.0).decision
     assert (decision.worker, decision.predicted_tokens, decision.available_tokens) == ("w1", 20 * SIZE, WHOLE)
+
+
+def untold(known: int) -> PrefixBlocks:
+    """`TOKENS` where an engine has told the first `known` blocks only; the rest goes by its text."""
+    text_keys = keys.chain(keys.namespace("text"), TOKENS, SIZE)
+    text = PrefixBlocks(((Chain(text_keys, len(TOKENS))),), len(TOKENS), SIZE, PrefixMode.APPROXIMATE, text_bytes=2560)
+    told = Chain(keys.chain(keys.namespace(), TOKENS, SIZE)[:known], len(TOKENS))
+    return PrefixBlocks((told,), len(TOKENS), SIZE, PrefixMode.ENGINE, text_bytes=2560, text=text)
+
+
+@pytest.mark.parametrize("known", [0, 10])
+def test_a_miss_beyond_the_token_ids_that_are_known_is_of_text_and_settles(known: int) -> None:
+    bench = Bench(1)
+    bench.hold("w0", TOKENS[: 5 * SIZE])
+    first, second = (bench.router.route(request(), untold(known), 0.0) for _ in range(2))
+    assert second.decision.predicted_tokens == WHOLE, "its text was sent there a moment ago"
+    outcome = settle(second, 20 * SIZE)
+    assert (outcome.missed_tokens, outcome.miss_cause) == (20 * SIZE, MissCause.UNKNOWN)
+    assert bench.worker("w0").belief.predictions == 0, "text says nothing about events"
+    settle(first, 0)
+    assert (bench.router.open_leases, bench.worker("w0").inflight_requests) == (0, 0)
+
+
+def test_hits_beyond_the_token_ids_that_are_known_are_no_identity_problem() -> None:
+    bench = Bench(1)
+    bench.hold("w0", TOKENS[: 5 * SIZE])
+    bench.worker("w0").follow(TrustState.TRUSTED, 0.0)
+    for number in range(2 * IDENTITY_RUN):
+        settle(bench.router.route(request(), untold(0), 10.0 * number), 30 * SIZE, at=10.0 * number + 1.0)
+        bench.router.expire(10.0 * number + 9.0)
+    assert bench.worker("w0").belief.findings() == ()

@@ -6,8 +6,8 @@ import pytest
 
 from gateway import keys
 from gateway.kv import ApproximateSettings, KvIndex
-from gateway.kv.events import Cleared, Stored
-from gateway.records import Chain, EngineHash, PrefixBlocks, PrefixMode, Slot
+from gateway.kv.events import Cleared, Removed, Stored
+from gateway.records import Chain, EngineHash, PrefixBlocks, PrefixMode, Slot, Tier
 
 SIZE = 16
 A, B = Slot(0), Slot(1)
@@ -299,3 +299,15 @@ def test_bytes_are_counted() -> None:
     stats = made.stats()
     assert 100_000 < stats.approximate.bytes < 300_000
     assert stats.estimated_bytes > empty + stats.approximate.bytes
+
+
+def test_nothing_is_learned_beside_what_a_preview_hides() -> None:
+    made = index()
+    announce(made, A, 1)
+    (name,) = made.engine_hashes(A, 0, Tier.GPU)
+    made.preview(A, 0, [Removed([EngineHash(name)], Tier.GPU)])
+    made.forget(A)
+    assert made.remember(A, prompt(1), 0, 1.0) is None
+    made.end_preview(A, 0)
+    announce(made, A, 2, seed=1)
+    assert held(made, prompt(1)) == [1, 0], "the removal was shown only, it was never applied"
