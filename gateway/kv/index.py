@@ -53,7 +53,8 @@ class Applied(NamedTuple):
 
     `repeated` are announcements of blocks held already, `orphans` blocks that wait for their parent or their tokens,
     `dropped` old orphans that had to go for them. `ignored` is by reason: `unknown_removal` (announced before
-    we listened), `cache_group` (not full attention), `block_size` (identity problem), `malformed`, `unbound`.
+    we listened), `let_go` (removals of blocks dropped here for a limit), `cache_group` (not full attention),
+    `block_size` (identity problem), `malformed`, `unbound`.
     """
 
     stored: Mapping[Tier, int]

@@ -361,7 +361,12 @@ class Placement:
                 continue
             key = held.pop(engine_hash, None)
             if key is None:
-                if not table.remove_orphan_copy(engine_hash, tier):
+                if table.remove_orphan_copy(engine_hash, tier):
+                    continue
+                if table.let_go:
+                    table.let_go -= 1
+                    tally.ignore("let_go", 1)
+                else:
                     tally.ignore("unknown_removal", 1)  # normal: announced before we listened
                 continue
             tally.removed[tier] += 1

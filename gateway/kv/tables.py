@@ -56,7 +56,8 @@ class RankTable:
     """One rank's blocks, or with `below` what a preview lays over them (`gateway.kv.preview`). `held[tier]` maps engine
     hash to block key; `copies[tier]` counts copies beyond the first; `heads[tier]` has the earlier keys of a block that
     stands for several keys there: because it spans them (see `KvIndex`), or because it ends a chunk. `chunks` and
-    `lifetimes[tier]`: see `offload`. `usual_kinds` has the kind last told for each group that counts: a store that
+    `lifetimes[tier]`: see `offload`. `let_go` counts removals to come of blocks that were dropped here, for a limit:
+    no sign of a strange feed. `usual_kinds` has the kind last told for each group that counts: a store that
     repeats it need not ask `measures`."""
 
     __slots__ = (
@@ -68,6 +69,7 @@ class RankTable:
         "copies",
         "heads",
         "held",
+        "let_go",
         "lifetimes",
         "orphans",
         "placeholders",
@@ -83,6 +85,7 @@ class RankTable:
         self.lifetimes = [Lifetimes() for _ in TIERS]
         self.orphans: dict[EngineHash, Orphan] = {}
         self.placeholders = 0
+        self.let_go = 0
         self._children: dict[EngineHash, list[EngineHash]] = {}
         self.usual_kinds: dict[int | None, str] = {} if below is None else below.usual_kinds
         self._groups: dict[int | None, bool] = {} if below is None else below._groups
@@ -139,7 +142,7 @@ class RankTable:
         dropped = 0
         if orphan is None:
             if len(self.orphans) >= self._orphan_limit:
-                self.take_orphan(next(iter(self.orphans)))
+                self.drop_orphan(next(iter(self.orphans)))
                 dropped = 1
             orphan = self.orphans[engine_hash] = Orphan(None, None, None)
             self.placeholders += 1
@@ -165,6 +168,12 @@ class RankTable:
                 del self._children[orphan.parent]
         return orphan
 
+    def drop_orphan(self, engine_hash: EngineHash) -> None:
+        """Give up an orphan for a limit."""
+        orphan = self.take_orphan(engine_hash)
+        if orphan is not None:
+            self.let_go += sum(orphan.copies)
+
     def take_children(self, parent: EngineHash) -> list[tuple[EngineHash, Orphan]]:
         """Remove and return the orphans that wait for `parent`."""
         return [(child, self.orphans.pop(child)) for child in self._children.pop(parent, ())]
@@ -189,6 +198,7 @@ class RankTable:
         self.chunks.clear()
         self.orphans = {}
         self.placeholders = 0
+        self.let_go = 0
         self._children = {}
 
 

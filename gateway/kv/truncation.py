@@ -7,11 +7,13 @@ Rules:
 3. Of a worker, what was announced longest ago goes first, in slices, the end of each slice before its beginning: cold
    chains lose their tail first, and go as wholes. Blocks that requests asked for of late are spared and count as
    announced anew. Blocks that wait for their parents go before all others.
-4. What was let go is unknown until the engine announces it again: fewer hits are predicted, never wrong ones.
+4. What was let go is unknown until the engine announces it again: fewer hits are predicted, never wrong ones. Its
+   removal, still to come, is told apart from those of blocks never announced (`RankTable.let_go`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
@@ -29,6 +31,9 @@ _SLICE: Final = 8192
 
 _MOST: Final = 4096
 """Blocks dropped in one call, some 3 ms."""
+
+_ROOM: Final = 256
+"""This part of the cap is made free beyond need: finding the fullest worker costs as much as applying many events."""
 
 _WATCH_FROM: Final = 0.75
 """Share of the cap from which on it is remembered what requests ask for."""
@@ -64,9 +69,9 @@ class Truncation:
 
     def keep(self, workers: Iterable[WorkerTable], total: int) -> int:
         """Drop what is too much, at most `_MOST` blocks; the rest with the next call. Returns how many went."""
-        wanted = min(total - self.limit, _MOST)
-        if wanted <= 0:
+        if total <= self.limit:
             return 0
+        wanted = min(total - self.limit + self.limit // _ROOM, _MOST)
         fullest = max(workers, key=WorkerTable.weight)
         dropped = self._drop_orphans(fullest, wanted)
         while dropped < wanted:
@@ -80,8 +85,8 @@ class Truncation:
     def _drop_orphans(self, worker: WorkerTable, wanted: int) -> int:
         dropped = 0
         for table in worker.ranks.values():
-            for engine_hash in list(islice(table.orphans, (wanted - dropped) // ORPHAN_BLOCKS)):
-                table.take_orphan(engine_hash)
+            for engine_hash in list(islice(table.orphans, max(0, -(-(wanted - dropped) // ORPHAN_BLOCKS)))):
+                table.drop_orphan(engine_hash)
                 dropped += ORPHAN_BLOCKS
         return dropped
 
@@ -93,7 +98,7 @@ class Truncation:
         table, tier, hashes = current
         held = table.held[tier]
         dropped = 0
-        spared: list[EngineHash] = []
+        spared: deque[EngineHash] = deque()
         while hashes and dropped < wanted:
             engine_hash = hashes.pop()
             key = held.get(engine_hash)
@@ -102,11 +107,11 @@ class Truncation:
             if key in self._asked or key in self._asked_before:
                 spared.append(engine_hash)
             else:
-                dropped += self._placement.let_go(worker, table, tier, engine_hash)
+                dropped += self._let_go(worker, table, tier, engine_hash)
         if not dropped and not hashes:
             # Everything is asked for: then the oldest of it all the same.
             while spared and dropped < wanted:
-                dropped += self._placement.let_go(worker, table, tier, spared.pop(0))
+                dropped += self._let_go(worker, table, tier, spared.popleft())
         for engine_hash in reversed(spared):
             held[engine_hash] = held.pop(engine_hash)
         if hashes:
@@ -114,6 +119,11 @@ class Truncation:
         else:
             self._slices.pop(worker.bit, None)
         return dropped
+
+    def _let_go(self, worker: WorkerTable, table: RankTable, tier: int, engine_hash: EngineHash) -> int:
+        if engine_hash not in table.lifetimes[tier]:  # else nobody will ever remove it
+            table.let_go += 1 + table.copies[tier].get(engine_hash, 0)
+        return self._placement.let_go(worker, table, tier, engine_hash)
 
 
 def _oldest(worker: WorkerTable) -> tuple[RankTable, int, list[EngineHash]] | None:

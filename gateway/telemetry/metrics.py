@@ -211,7 +211,7 @@ KV_BLOCKS_IGNORED = _spec(
     "kv_blocks_ignored_total",
     Kind.COUNTER,
     ("worker", "reason"),
-    "Announced blocks left out; cache_group (hybrid models) and unknown_removal (after a start) are usual.",
+    "Announced blocks left out; cache_group (hybrid models), unknown_removal (after a start), let_go (cap) are usual.",
 )
 KV_BLOCKS_REPEATED = _spec(
     "kv_blocks_repeated_total",

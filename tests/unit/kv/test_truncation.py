@@ -220,3 +220,29 @@ def test_what_was_promised_and_then_learned_is_learned(prompts: Prompts) -> None
     assert index.overlap(blocks, ALL).blocks(A) == 0
     assert BlockKey(0) not in index._promises(A)
     assert index.stats().speculative == 0
+
+
+def test_removals_of_what_was_let_go_are_no_unknown_ones(prompts: Prompts) -> None:
+    """A feed that hears of many unknown blocks is learned anew: at the cap that would never end."""
+    index = capped(1_000)
+    names: list[EngineHash] = []
+    for _ in range(60):
+        event, _ = prompts.make(50)
+        index.apply(A, 0, [event, event])  # vLLM: two copies, each removed
+        names += event.hashes
+    assert total(index) <= 1_000
+    applied = index.apply(A, 0, [Removed(names, Tier.GPU), Removed(names, Tier.GPU)])
+    let_go = index.stats().truncated
+    assert applied.ignored == {"let_go": 2 * let_go}
+    assert index.apply(A, 0, [Removed([EngineHash(7)], Tier.GPU)]).ignored == {"unknown_removal": 1}
+    index.apply(A, 0, [event])
+    index.purge(A)
+    assert index.apply(A, 0, [Removed(names, Tier.GPU)]).ignored == {"unknown_removal": 3_000}, "of another process"
+
+
+def test_removals_of_orphans_that_had_to_go_are_no_unknown_ones(prompts: Prompts) -> None:
+    index = KvIndex(orphan_limit=10)
+    index.bind(A, block_size=SIZE)
+    event, _ = prompts.make(25)
+    index.apply(A, 0, [Stored(event.hashes, EngineHash(1 << 40), event.tokens, SIZE)])
+    assert index.apply(A, 0, [Removed(event.hashes, Tier.GPU)]).ignored == {"let_go": 15}
