@@ -285,7 +285,30 @@ class TimeoutSettings(_Section):
 class RetrySettings(_Section):
     """Other workers tried before the first byte."""
 
-    max: int = Field(2, ge=0, le=10, description="Further workers tried when one cannot be reached or breaks.")
+    max: int = Field(2, ge=0, le=10, description="Further workers tried when one cannot be reached, breaks or is busy.")
+    budget_ratio: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="Retries after failures, as a share of a pool's requests in the last 10 s; ten more are always "
+        "allowed. Moving on from a worker that has no room (429, 503 with Retry-After) is not counted.",
+    )
+
+
+class HealthSettings(_Section):
+    """When a worker gets no requests because they fail there, and how it comes back."""
+
+    failures: int = Field(
+        5, ge=1, le=1000, description="Failed requests, less those answered meanwhile, that eject a worker."
+    )
+    open_s: Seconds = Field(
+        10, description="How long it is left alone before a trial; each failed one doubles that, up to 16 times."
+    )
+    probe_s: Seconds = Field(10, description="Seconds between two probes of a worker, and the limit of a trial.")
+    panic_ratio: float = Field(
+        0.5, ge=0, le=1, description="When more than this share of a pool is ejected, all of it is used; 1: never."
+    )
+    slow_start_s: Seconds = Field(10, description="How long the requests of a recovered worker are limited.")
 
 
 class LoadSettings(_Section):
@@ -321,6 +344,7 @@ class Settings(BaseSettings):
     index: IndexSettings = IndexSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     retries: RetrySettings = RetrySettings()
+    health: HealthSettings = HealthSettings()
     load: LoadSettings = LoadSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

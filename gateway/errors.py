@@ -9,6 +9,7 @@
     |   `-- RequestTimeout     408, the client sent too slowly
     |-- NoWorker               503, nobody in the pool may serve it now
     |-- FleetFull              503, a worker cannot join: there is no room for more
+    |-- DeadlineExceeded       504, the time that the request may take has passed; no worker's fault
     |-- WorkerError            the chosen worker is at fault; `retryable` says whether another one may be tried
     |   |-- WorkerUnreachable  502, no connection
     |   |-- WorkerBroken       502, connection lost or answer malformed
@@ -114,6 +115,21 @@ class ShuttingDown(GatewayError):
     status = 503
     type = "service_unavailable_error"
     code = "shutting_down"
+
+
+class DeadlineExceeded(GatewayError):
+    """The time that a request may take has passed: `timeouts.total_s`, or less where the client asked for less."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+WORKER_STATUS = "worker_status"
+"""Code of an attempt that a worker answered with 5xx."""
+
+WORKER_BUSY = "worker_busy"
+"""Code of an attempt that a worker had no room for: 429, or 503 with Retry-After."""
 
 
 class WorkerError(GatewayError):

@@ -29,7 +29,7 @@ from gateway.checks import Basis, Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.kv import KvIndex, Overlaps, Remembered, Speculation
 from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, View, pick
-from gateway.pool import Fleet, Pool, Reservation, Sessions, Worker
+from gateway.pool import Fleet, Pool, Reservation, RetryBudget, Sessions, Worker
 from gateway.records import (
     Decision,
     Ending,
@@ -153,21 +153,26 @@ class _Ledger:
         beside = self._index.speculate(worker.slot, blocks.text) if blocks.text is not None else None
         return _Booking(worker, reservation, speculation, blocks, beside)
 
-    def prefilled(self, booking: _Booking, now: float) -> None:
-        worker, blocks = booking.worker, booking.blocks
-        worker.first_byte(booking.reservation, now)
+    def prefilled(self, booking: _Booking, now: float) -> bool:
+        """True when it made good for a failure of the worker."""
+        worker, blocks, reservation = booking.worker, booking.blocks, booking.reservation
+        credited = worker.health.watched and self._fleet.answered(worker, now, sent_at=reservation.sent_at)
+        worker.first_byte(reservation, now)
         if booking.speculation is not None:
             booking.remembered = self._index.remember(worker.slot, blocks, worker.kv_capacity, now)
             if booking.remembered is not None:
                 self._retract(booking)
-                return
+                return credited
             self._fading.append((now + self._ttl_s, booking.speculation))
             if booking.beside is not None:
                 self._fading.append((now + self._ttl_s, booking.beside))
             booking.speculation = booking.beside = None
+        return credited
 
-    def close(self, booking: _Booking, now: float) -> None:
+    def close(self, booking: _Booking, ending: Ending, *, credited: bool) -> None:
+        now = ending.ended_at
         self.open -= 1
+        self._fleet.ended(booking.worker, ending, sent_at=booking.reservation.sent_at, credited=credited)
         self._fleet.release(booking.worker, booking.reservation, now)
         self._retract(booking)
 
@@ -275,6 +280,8 @@ class Router:
         )
         booking = self._ledger.book(worker, reservation, blocks, choice.overlaps, now)
         choice.pool.rates.learn_prompt(blocks.tokens)
+        if instead_of is None:
+            choice.pool.retries.request(now)
         if request.session is not None:
             self.sessions.keep(request.session, worker.id, now)
         record = Recent(choice.decision)
@@ -409,6 +416,7 @@ class Lease:
     __slots__ = (
         "_booking",
         "_checks",
+        "_credited",
         "_first_byte_at",
         "_ledger",
         "_outcome",
@@ -440,14 +448,21 @@ class Lease:
         self._pool = pool
         self._record = record
         self._first_byte_at: float | None = None
+        self._credited = False
+        """Its first byte made good for a failure of the worker: taken back when the answer breaks off."""
         self._outcome: Outcome | None = None
+
+    @property
+    def retries(self) -> RetryBudget:
+        """Its pool's."""
+        return self._pool.retries
 
     def first_byte(self, now: float) -> None:
         """The first body byte of a successful answer: for a stream, this request's prefill is over. Later calls, and
         calls after `settle`, change nothing."""
         if self._first_byte_at is None and self._outcome is None:
             self._first_byte_at = now
-            self._ledger.prefilled(self._booking, now)
+            self._credited = self._ledger.prefilled(self._booking, now)
 
     def settle(self, ending: Ending, *, started_at: float, stages: StageTimes, retries: int = 0) -> Outcome:
         """The request is over. Puts the in-flight numbers back, teaches the speeds and makes the outcome; once.
@@ -457,7 +472,7 @@ class Lease:
         if self._outcome is not None:
             return self._outcome
         outcome = self._outcome = self._record.outcome = self._make_outcome(ending, started_at, stages, retries)
-        self._ledger.close(self._booking, ending.ended_at)
+        self._ledger.close(self._booking, ending, credited=self._credited)
         if ending.usage is not None and outcome.delivered_tokens is not None:
             self._ledger.reported(self._booking, ending.usage.prompt_tokens, outcome.delivered_tokens, ending.ended_at)
         self._learn(ending, outcome)
@@ -539,7 +554,9 @@ def _candidates(
     excluded = pool.not_ready
     if tried:
         excluded += tuple((worker.id, "tried") for worker in workers if worker.id in tried)
-        workers = [worker for worker in workers if worker.id not in tried]
+        workers = [worker for worker in workers if worker.id not in tried] or [
+            worker for worker in pool.spare if worker.id not in tried
+        ]
     if pool.shortest is not None and blocks.chains:
         longest = max(chain.tokens for chain in blocks.chains)
         if longest > pool.shortest:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from gateway.pool import Pool, Sessions, Worker
+from gateway.pool import Breaker, Pool, Sessions, Worker, health
 from gateway.pool.misses import Forgone, forgone
 from gateway.pool.trust import Trust
 from gateway.records import Decision, EventSource, Finding, LoadSample, MissCause, Outcome, Severity, TrustState
@@ -140,6 +140,28 @@ class TrustAnswer(BaseModel):
         )
 
 
+class HealthAnswer(BaseModel):
+    """What the state of a worker is made of: its breaker, failures not made good by answers, seconds until the trial of
+    an open breaker, requests a slow start allows at a time (null: any number), whether an operator drains it."""
+
+    breaker: Breaker
+    failures: int
+    trial_in_s: float | None
+    limit: int | None
+    draining: bool
+
+    @classmethod
+    def of(cls, worker: health.Health, now: float) -> HealthAnswer:
+        """Health now."""
+        return cls(
+            breaker=worker.breaker,
+            failures=worker.failures,
+            trial_in_s=worker.half_open_in_s(now),
+            limit=worker.limit,
+            draining=worker.draining,
+        )
+
+
 class WorkerAnswer(BaseModel):
     """One worker: what it is, what it does, what is known of its cache (`index_from` says from where).
     `findings` say what to improve, and how.
@@ -160,6 +182,7 @@ class WorkerAnswer(BaseModel):
     state: str
     state_for_s: float
     reason: str | None
+    health: HealthAnswer
     models: list[str]
     adapters: dict[str, str]
     block_size: int
@@ -203,6 +226,7 @@ class WorkerAnswer(BaseModel):
             state=worker.state,
             state_for_s=now - worker.state_since,
             reason=worker.reason,
+            health=HealthAnswer.of(worker.health, now),
             models=list(facts.models),
             adapters=dict(facts.adapters),
             block_size=worker.block_size,
@@ -235,7 +259,8 @@ class Excluded(BaseModel):
 
 
 class PoolAnswer(BaseModel):
-    """The workers behind one served name, and the speeds learned from them (seconds)."""
+    """The workers behind one served name, and the speeds learned from them (seconds). `panic`: so many are ejected that
+    all are used. `retries` were made in the last ten seconds, `retries_refused` ever, for want of budget."""
 
     name: str
     model: str
@@ -244,6 +269,9 @@ class PoolAnswer(BaseModel):
     workers: list[str]
     ready: list[str]
     not_ready: list[Excluded]
+    panic: bool
+    retries: int
+    retries_refused: int
     prefill_overhead_s: float
     prefill_token_s: float
     prefill_pair_s: float
@@ -264,6 +292,9 @@ class PoolAnswer(BaseModel):
             workers=[worker.id for worker in pool.workers],
             ready=[worker.id for worker in pool.ready],
             not_ready=[Excluded(worker=worker, reason=reason) for worker, reason in pool.not_ready],
+            panic=pool.panic,
+            retries=pool.retries.retried,
+            retries_refused=pool.retries.refused,
             prefill_overhead_s=rates.prefill.overhead_s,
             prefill_token_s=rates.prefill.token_s,
             prefill_pair_s=rates.prefill.pair_s,

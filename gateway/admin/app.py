@@ -1,7 +1,7 @@
 """The admin port: metrics, fleet, decisions, explain. A FastAPI application over what `AdminViews` names.
 
 Rules:
-1. It reads; the only things it changes are the fleet's members, through the runtime.
+1. It reads; what it changes are the fleet's members, through the runtime, and their health (drain, undrain, reset).
 2. Handlers are `async def` and run on the loop thread, where the core lives; nothing in them waits except probing
    and tokenising, which happen elsewhere.
 3. With a token set, everything but `/health`, `/ready` and the documentation needs it.
@@ -290,7 +290,34 @@ def _members(views: AdminViews) -> APIRouter:
             raise IsRank(f"{worker_id!r} is a rank of {worker.spec.member!r} and leaves with it: delete that")
         await views.remove_worker(_known(WorkerId(worker_id), views.members()))
 
+    @routes.post("/admin/workers/{worker_id}/drain")
+    async def drain(worker_id: str) -> WorkerList:
+        """No new requests for a worker, or for all ranks of a server; open ones run to their end. It stays so, also
+        over its restart, until `undrain`."""
+        return _change(views, worker_id, partial(views.router.fleet.drain, on=True))
+
+    @routes.post("/admin/workers/{worker_id}/undrain")
+    async def undrain(worker_id: str) -> WorkerList:
+        """New requests again."""
+        return _change(views, worker_id, partial(views.router.fleet.drain, on=False))
+
+    @routes.post("/admin/workers/{worker_id}/reset")
+    async def reset(worker_id: str) -> WorkerList:
+        """Forget what is held against a worker's health: its breaker closes at once, without a slow start."""
+        return _change(views, worker_id, views.router.fleet.reset)
+
     return routes
+
+
+def _change(views: AdminViews, worker_id: str, change: Callable[[WorkerId, float], None]) -> WorkerList:
+    """Do something to a worker, or to all ranks of a server; how they are now."""
+    workers = views.router.fleet.workers
+    named = [WorkerId(worker_id)] if worker_id in workers else _workers_of(WorkerId(worker_id), views)
+    if not named:
+        _known(WorkerId(worker_id), workers)
+    for name in named:
+        change(name, views.clock())
+    return WorkerList(workers=[_worker_answer(views, name) for name in named], joining=[])
 
 
 def _known(worker_id: WorkerId, workers: Collection[WorkerId]) -> WorkerId:

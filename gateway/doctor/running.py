@@ -165,7 +165,7 @@ def read_counts(metrics: bytes, worker: str) -> Counts:
 
 def check_member(member: Member, counts: Counts) -> Iterable[Finding]:
     """What a gateway's own numbers say about one worker."""
-    if member.state != "ready":
+    if member.state not in ("ready", "degraded"):
         yield table.NOT_READY.found(state=member.state, reason=member.reason or "no reason told")
     blocks = sum(member.index_blocks.values())
     if blocks and counts.requests >= MIN_REQUESTS and not counts.available and not counts.predicted:

@@ -5,7 +5,8 @@ Rules:
    body, the tokenising thread and the chosen worker. From the head on everything is a callback; no task runs.
 2. Whatever way it ends, `_finish` is called synchronously and once: it settles the lease and hands on one outcome.
 3. A worker that fails before the head of its answer, or answers 429 or 5xx, is settled and not tried again for this
-   request; another one is tried while there is one, at most `max_retries` times. After the head nothing is tried again.
+   request; another one is tried while there is one, at most `max_retries` times and while the pool's budget for retries
+   lasts. After the head nothing is tried again.
 4. When the client goes away the worker's connection is dropped in the same call.
 
 It is also a cycle in uvicorn's sense (`keep_alive`, `response_complete`), so that the protocol keeps answers in order.
@@ -23,7 +24,16 @@ from gateway.edge.auth import InvalidKey, Visit
 from gateway.edge.gate import Edge
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
-from gateway.errors import GatewayError, NoWorker, ShuttingDown, UnknownModel, WorkerError, WorkerTimeout
+from gateway.errors import (
+    WORKER_BUSY,
+    WORKER_STATUS,
+    GatewayError,
+    NoWorker,
+    ShuttingDown,
+    UnknownModel,
+    WorkerError,
+    WorkerTimeout,
+)
 from gateway.pool import Pool
 from gateway.prefix import KnownPrompts, tellable
 from gateway.records import (
@@ -278,7 +288,8 @@ class Exchange:
                 self._connected_at = stream.connected_at
                 if answer.status not in _TRIED_ELSEWHERE:
                     return answer
-                other = self._another(request, blocks, Result.WORKER_FAILED, answer.status, "worker_status")
+                code = WORKER_BUSY if answer.is_busy else WORKER_STATUS
+                other = self._another(request, blocks, Result.WORKER_FAILED, answer.status, code)
                 if other is None:
                     return answer
             stream = other
@@ -333,10 +344,16 @@ class Exchange:
         if self._retries >= edge.limits.max_retries:
             return None
         now = edge.clock()
+        # One without room has done nothing for the request: asking the next adds no work to an overload.
+        costly = code != WORKER_BUSY
+        if costly and not failed.retries.allows(now):
+            return None
         try:
             lease = edge.router.route(request, blocks, now, excluded=self._tried, instead_of=failed)
         except (NoWorker, UnknownModel):
             return None
+        if costly:
+            failed.retries.retry(now)
         self._drop_worker()
         ending = Ending(result, status, now, error_code=code)
         outcome = failed.settle(ending, started_at=self._started_at, stages=self._stage_times(), retries=self._retries)
@@ -423,7 +440,8 @@ class Exchange:
         self._stream = None
         try:
             if relay.status >= 500:
-                self._finish(Result.WORKER_FAILED, relay.status, now, error_code="worker_status")
+                code = WORKER_BUSY if relay.busy else WORKER_STATUS
+                self._finish(Result.WORKER_FAILED, relay.status, now, error_code=code)
             else:
                 self._finish(Result.COMPLETED, relay.status, now)
         except Exception:  # noqa: BLE001  a bug: logged with its traceback, and the request is ended

@@ -65,6 +65,7 @@ class Relay:
         "_tail",
         "_tells",
         "_write",
+        "busy",
         "chunks",
         "closes",
         "first_byte_at",
@@ -92,6 +93,7 @@ class Relay:
         if fields.transfer_coding not in (b"", b"chunked"):
             raise WorkerBroken("the worker used a transfer coding other than chunked")
         self.status = answer.status
+        self.busy = answer.is_busy
         self.chunks = 0
         self.first_byte_at: float | None = None
         self.last_byte_at: float | None = None

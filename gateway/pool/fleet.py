@@ -8,7 +8,8 @@ Rules:
 3. There is one pool for each served model name, adapters included; names that one worker serves side by side are the
    same model. A pool filters: a request never goes to a worker outside it. `Pool.ready` is renewed when something
    changes, not when a request asks.
-4. Speeds are learned once for each base model, so that an adapter's requests teach its base and the other way round.
+4. A worker's health (`pool.health`) changes seldom; when it does, its pools are renewed at once (`Pool.renew`).
+5. Speeds are learned once for each base model, so that an adapter's requests teach its base and the other way round.
 
 It keeps no clock and does no I/O; probing and polling report here.
 """
@@ -17,15 +18,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.errors import FleetFull
+from gateway.pool.health import Evidence, Health, HealthSettings, RetryBudget, WorkerState, evidence_of
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
 from gateway.pool.trust import MISS_THRESHOLD, Trust
-from gateway.pool.worker import STALE_S, Reservation, Worker, WorkerState
-from gateway.records import LoadSample, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.pool.worker import STALE_S, Reservation, Worker
+from gateway.records import Ending, LoadSample, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
 
 ANY_MODEL = "*"
 """In a configured block size: every model that is not named itself."""
@@ -53,14 +56,18 @@ class Pool:
     """
 
     __slots__ = (
-        "adapter", "block_size", "mask", "model", "name", "not_ready", "rates", "ready", "shortest", "slots", "workers",
+        "adapter", "block_size", "mask", "model", "name", "not_ready", "panic", "rates", "ready", "retries", "shortest",
+        "slots", "spare", "workers",
     )  # fmt: skip
 
-    def __init__(self, name: str, *, model: str, adapter: str | None, rates: PoolRates) -> None:
+    def __init__(
+        self, name: str, *, model: str, adapter: str | None, rates: PoolRates, retry_ratio: float = 0.2
+    ) -> None:
         self.name = name
         self.model = model
         self.adapter = adapter
         self.rates = rates
+        self.retries = RetryBudget(retry_ratio)
         self.block_size = DEFAULT_BLOCK_SIZE
         self.workers: tuple[Worker, ...] = ()
         self.ready: tuple[Worker, ...] = ()
@@ -70,27 +77,52 @@ class Pool:
         """The same as bits."""
         self.not_ready: tuple[tuple[WorkerId, str], ...] = ()
         """The others, with the reason."""
+        self.spare: tuple[Worker, ...] = ()
+        """Workers in a slow start that have all they may have: only for a request that failed on the others."""
+        self.panic = False
+        """Too many are ejected for the rest to do the work: ejected ones are used too."""
         self.shortest: int | None = None
         """Smallest context length among its workers, in tokens."""
 
-    def refit(self, workers: tuple[Worker, ...], block_size: int) -> None:
+    def refit(self, workers: tuple[Worker, ...], block_size: int, *, panic_ratio: float) -> None:
         """The workers, or what is known of them, have changed."""
         self.workers = workers
         self.block_size = block_size
-        reasons = [(worker, _unfit(worker)) for worker in workers]
-        self.ready = tuple(worker for worker, reason in reasons if reason is None)
-        self.not_ready = tuple((worker.id, reason) for worker, reason in reasons if reason is not None)
+        self.shortest = min((w.facts.max_model_len for w in workers if w.facts.max_model_len is not None), default=None)
+        self.renew(panic_ratio)
+
+    def renew(self, panic_ratio: float) -> None:
+        """The state of a worker has changed: who may get requests now?
+
+        Those that are ready or degraded and not at the limit of a slow start; where there are none, those at the
+        limit. When more than `panic_ratio` of those an operator left in are ejected, all of them.
+        """
+        reasons = [(worker, _unfit(worker)) for worker in self.workers]
+        fit = [worker for worker, reason in reasons if reason in (None, _EJECTED, _FULL)]
+        ejected = sum(reason == _EJECTED for _, reason in reasons)
+        self.panic = ejected > panic_ratio * len(fit)
+        free = [worker for worker, reason in reasons if reason is None]
+        full = [worker for worker, reason in reasons if reason == _FULL]
+        self.ready = tuple(fit if self.panic else free or full)
+        self.spare = () if self.panic or not free else tuple(full)
+        self.not_ready = tuple(
+            (worker.id, reason) for worker, reason in reasons if reason is not None and worker not in self.ready
+        )
         self.slots = tuple(worker.slot for worker in self.ready)
         self.mask = sum(1 << slot for slot in self.slots)
-        self.shortest = min((w.facts.max_model_len for w in workers if w.facts.max_model_len is not None), default=None)
+
+
+_EJECTED = WorkerState.EJECTED.value
+_FULL = "slow_start"
+_SERVING = (WorkerState.READY, WorkerState.DEGRADED)
 
 
 def _unfit(worker: Worker) -> str | None:
-    if worker.state is not WorkerState.READY:
-        return worker.state.value
     if worker.spec.role is not Role.BOTH:
         return f"role_{worker.spec.role.value}"
-    return None
+    if worker.state not in _SERVING:
+        return worker.state.value
+    return _FULL if worker.health.full else None
 
 
 class Fleet:
@@ -98,7 +130,7 @@ class Fleet:
 
     `block_sizes` gives configured block sizes by base model name; `priors` are the speeds assumed before any is seen;
     a load sample older than `stale_s` is forgotten. `miss_threshold` is the route-miss rate above which a worker's
-    refresh is tightened.
+    refresh is tightened. `health` says when a worker is ejected, `retry_ratio` how many retries a pool may make.
     """
 
     def __init__(
@@ -108,7 +140,11 @@ class Fleet:
         priors: tuple[PrefillRates, InterTokenRates] | None = None,
         stale_s: float = STALE_S,
         miss_threshold: float = MISS_THRESHOLD,
+        health: HealthSettings | None = None,
+        retry_ratio: float = 0.2,
     ) -> None:
+        self._health = health or HealthSettings()
+        self._retry_ratio = retry_ratio
         self._stale_s = stale_s
         self._miss_threshold = miss_threshold
         self._priors = priors or (PREFILL_PRIOR, INTER_TOKEN_PRIOR)
@@ -116,6 +152,7 @@ class Fleet:
         self._workers: dict[WorkerId, Worker] = {}
         self._leaving: dict[Slot, Worker] = {}
         self._pools: dict[str, Pool] = {}
+        self._pools_of: dict[WorkerId, list[Pool]] = {}
         self._rates: dict[str, PoolRates] = {}
         self._free: list[int] = []
         self._slots = 0
@@ -143,7 +180,7 @@ class Fleet:
                 spec.name, self._take_slot(), spec, facts, rates, block_size, added_at=now, stale_s=self._stale_s
             )
             worker.belief = Trust(threshold=self._miss_threshold)
-        worker.state, worker.state_since, worker.reason = WorkerState.READY, now, None
+        worker.health = Health(self._health, now)
         self._workers[worker.id] = worker
         self._refit_pools()
         return worker
@@ -153,19 +190,10 @@ class Fleet:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
-        worker.state, worker.state_since, worker.reason = WorkerState.DOWN, now, "removed"
+        worker.health.leave(now, "removed")
         self._leaving[worker.slot] = worker
         self._free_slot(worker)
         self._refit_pools()
-
-    def set_state(self, worker_id: WorkerId, state: WorkerState, now: float, *, reason: str | None = None) -> None:
-        """Ready, draining or down; unknown names are ignored."""
-        worker = self._workers.get(worker_id)
-        if worker is not None and (worker.state is not state or worker.reason != reason):
-            if worker.state is not state:
-                worker.state_since = now
-            worker.state, worker.reason = state, reason
-            self._refit_pools()
 
     def facts(self, worker_id: WorkerId, facts: WorkerFacts, now: float) -> None:
         """Probing found something new; unknown names are ignored."""
@@ -186,6 +214,8 @@ class Fleet:
         """About twice a second: what depends on time alone is renewed."""
         for worker in self._workers.values():
             worker.tick(now)
+            with self._moving(worker) as health:
+                health.tick(now)
 
     def key_block_size(self, worker: Worker) -> int:
         """Tokens a block of the keys its pools use; its own block size is a multiple."""
@@ -209,6 +239,75 @@ class Fleet:
         ]
         return sorted(served, key=lambda model: (model.base is not None, model.name))
 
+    # ---------------------------------------------------------------- health
+
+    def leaving(self, worker_id: WorkerId, now: float, *, reason: str) -> None:
+        """Nobody listens at its address (any more); unknown names are ignored, here and below."""
+        with self._named(worker_id) as health:
+            health.leave(now, reason)
+
+    def back(self, worker_id: WorkerId, now: float) -> None:
+        """It was gone and answered a probe."""
+        with self._named(worker_id) as health:
+            health.back(now)
+
+    def drain(self, worker_id: WorkerId, now: float, *, on: bool) -> None:
+        """No new requests for it, or new ones again; open ones run to their end."""
+        with self._named(worker_id) as health:
+            health.drain(now, on=on)
+
+    def reset(self, worker_id: WorkerId, now: float) -> None:
+        """Forget what is held against its health."""
+        with self._named(worker_id) as health:
+            health.reset(now)
+
+    def probed(self, worker_id: WorkerId, now: float, *, passed: bool) -> None:
+        """A regular probe of it passed or failed; one that found nobody is `leaving`."""
+        with self._named(worker_id) as health:
+            health.probed(now, passed=passed)
+
+    def tried(self, worker_id: WorkerId, now: float, *, passed: bool) -> None:
+        """The trial that its health asked for (`Health.wants_trial`)."""
+        with self._named(worker_id) as health:
+            health.tried(now, passed=passed)
+
+    def answered(self, worker: Worker, now: float, *, sent_at: float) -> bool:
+        """It answered a request sent at `sent_at`; only needed while `worker.health.watched`. True when that made good
+        for a failure."""
+        with self._moving(worker) as health:
+            return health.answered(now, sent_at=sent_at)
+
+    def ended(self, worker: Worker, ending: Ending, *, sent_at: float, credited: bool) -> None:
+        """A request or an attempt is over; `credited`: `answered` was true of it."""
+        match evidence_of(ending):
+            case Evidence.GOOD if worker.health.watched and not credited:
+                self.answered(worker, ending.ended_at, sent_at=sent_at)
+            case Evidence.BAD:
+                why = ending.error_code or f"http_{ending.status}"
+                with self._moving(worker) as health:
+                    health.failed(ending.ended_at, sent_at=sent_at, why=why, credited=credited)
+
+    @contextmanager
+    def _named(self, worker_id: WorkerId) -> Iterator[Health]:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            yield Health()  # nobody's
+            return
+        with self._moving(worker) as health:
+            yield health
+
+    @contextmanager
+    def _moving(self, worker: Worker) -> Iterator[Health]:
+        """The pools of a worker are renewed when what happens to its health changes who may get requests."""
+        health = worker.health
+        before = health.state, health.full
+        try:
+            yield health
+        finally:
+            if (health.state, health.full) != before:
+                for pool in self._pools_of.get(worker.id, ()):
+                    pool.renew(self._health.panic_ratio)
+
     # ---------------------------------------------------------------- reservations
 
     def reserve(self, worker: Worker, reservation: Reservation, now: float) -> None:
@@ -216,9 +315,15 @@ class Fleet:
         self._picks += 1
         worker.picked = self._picks
         worker.reserve(reservation, now)
+        if worker.health.limit is not None:
+            with self._moving(worker) as health:
+                health.sent()
 
     def release(self, worker: Worker, reservation: Reservation, now: float) -> None:
         """It is over. The last one of a worker that has left frees the worker's slot."""
+        if worker.health.limit is not None and reservation.open:
+            with self._moving(worker) as health:
+                health.over(sent_at=reservation.sent_at)
         worker.release(reservation, now)
         if self._leaving:
             self._free_slot(worker)
@@ -257,6 +362,7 @@ class Fleet:
         return rates
 
     def _refit_pools(self) -> None:
+        self._pools_of.clear()
         bases = _bases(self._workers.values())
         members: dict[tuple[str, str, str | None], list[Worker]] = {}
         sizes: dict[str, int] = {}
@@ -272,10 +378,15 @@ class Fleet:
             kept.add(name)
             pool = self._pools.get(name)
             if pool is None or (pool.model, pool.adapter) != (base, adapter):
-                pool = self._pools[name] = Pool(name, model=base, adapter=adapter, rates=self._rates_of(base))
+                rates = self._rates_of(base)
+                pool = Pool(name, model=base, adapter=adapter, rates=rates, retry_ratio=self._retry_ratio)
+                self._pools[name] = pool
             names = [*(n for n, b in bases.items() if b == base), ANY_MODEL]
             configured = [self._block_sizes[n] for n in names if n in self._block_sizes]
-            pool.refit(tuple(workers), configured[0] if configured else sizes[base])
+            size = configured[0] if configured else sizes[base]
+            pool.refit(tuple(workers), size, panic_ratio=self._health.panic_ratio)
+            for worker in workers:
+                self._pools_of.setdefault(worker.id, []).append(pool)
         for name in [name for name in self._pools if name not in kept]:
             del self._pools[name]
 

@@ -24,9 +24,9 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from gateway.pool.evidence import Check
+from gateway.pool.health import Health, WorkerState
 from gateway.pool.rates import PoolRates, Slowdown
 from gateway.pool.trust import Trust
 from gateway.records import Finding, LoadSample, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
@@ -50,14 +50,6 @@ _LEAST_WEIGHT = 1e-3
 
 _PERIOD_REQUESTS = 8
 """A busy period is closed for learning after this many prefills, so that a worker that never idles is learned too."""
-
-
-class WorkerState(StrEnum):
-    """Whether a worker may get new requests."""
-
-    READY = "ready"
-    DRAINING = "draining"
-    DOWN = "down"
 
 
 @dataclass(slots=True, eq=False)
@@ -124,10 +116,7 @@ class Worker:
     block_size: int
     added_at: float
     stale_s: float = STALE_S
-    state: WorkerState = WorkerState.READY
-    state_since: float = 0.0
-    reason: str | None = None
-    """Why it is not ready, for people."""
+    health: Health = field(default_factory=Health)
 
     inflight_requests: int = 0
     inflight_tokens: int = 0
@@ -169,6 +158,21 @@ class Worker:
     def __post_init__(self) -> None:
         self.respec(self.spec)
         self._fit_capacity()
+
+    @property
+    def state(self) -> WorkerState:
+        """Whether it may get new requests."""
+        return self.health.state
+
+    @property
+    def state_since(self) -> float:
+        """When that changed last."""
+        return self.health.since
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not ready, for people."""
+        return self.health.reason
 
     # ---------------------------------------------------------------- reservations
 

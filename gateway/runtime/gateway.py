@@ -35,10 +35,11 @@ from gateway.edge import Edge, EdgeLimits, client_app, client_protocol, request_
 from gateway.errors import WorkerUnreachable
 from gateway.kv import LEARNED_BYTES, ApproximateSettings, KvIndex
 from gateway.policy import Weights, make_policy
-from gateway.pool import STALE_S, Fleet
+from gateway.pool import STALE_S, Fleet, HealthSettings
 from gateway.records import Outcome, WorkerId
 from gateway.router import Router, RouterSettings
 from gateway.runtime.access import KeysInForce
+from gateway.runtime.health import HealthWatch
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
@@ -99,6 +100,13 @@ class Gateway:
             block_sizes={name: m.block_size for m in settings.models for name in (m.name, *m.aliases) if m.block_size},
             stale_s=max(STALE_S, _STALE_POLLS * settings.load.poll_s),
             miss_threshold=settings.index.route_miss_threshold,
+            health=HealthSettings(
+                failures=settings.health.failures,
+                open_s=settings.health.open_s,
+                slow_start_s=settings.health.slow_start_s,
+                panic_ratio=settings.health.panic_ratio,
+            ),
+            retry_ratio=settings.retries.budget_ratio,
         )
         self.index = KvIndex(
             max_bytes=settings.index.max_bytes,
@@ -138,6 +146,7 @@ class Gateway:
         self.ports: Ports | None = None
         self.membership: Membership
         self.refresh: Refresh
+        self.health: HealthWatch
         self.edge: Edge
         self.tokenizing: EngineTokenizing
 
@@ -173,9 +182,12 @@ class Gateway:
             rng=self._rng,
             on_joining=self.tokenizers.prepare,
             on_left=self._forget,
-            settings=MembershipSettings(poll_s=settings.load.poll_s),
+            settings=MembershipSettings(poll_s=settings.load.poll_s, refresh_s=settings.health.probe_s),
         )
         self.refresh = Refresh(self.fleet, self.membership)
+        self.health = HealthWatch(
+            self.fleet, control=control, tasks=self.supervisor, clock=self.clock, trial_s=settings.health.probe_s
+        )
         self.tokenizing = EngineTokenizing(control, self.clock)
         access = KeysInForce(settings.auth)
         self.edge = Edge(
@@ -305,6 +317,7 @@ class Gateway:
             now = self.clock()
             self.router.expire(now)
             self.refresh.tick(now)
+            self.health.tick(now)
 
     def _admin_views(self) -> AdminViews:
         settings = self.settings

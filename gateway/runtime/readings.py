@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from gateway.kv import KvIndex
-from gateway.pool import Fleet, WorkerState
+from gateway.pool import Breaker, Fleet, WorkerState
 from gateway.records import Tier
-from gateway.telemetry import FeedReading, IndexReading, WorkerReading
+from gateway.telemetry import FeedReading, IndexReading, PoolReading, WorkerReading
 from gateway.upstream.http import Upstream
 from gateway.upstream.members import Seat
 from gateway.upstream.membership import Membership
@@ -17,6 +17,7 @@ from gateway.upstream.tokenizing import EngineTokenizing
 JOINING = "joining"
 """Asked for, and has not answered yet."""
 
+_BREAKER = {Breaker.CLOSED: 0, Breaker.HALF_OPEN: 1, Breaker.OPEN: 2}
 _STATES = (JOINING, *(state.value for state in WorkerState))
 
 
@@ -70,7 +71,13 @@ class GatewayReadings:
                 polls_ok=poller.counts.ok if poller is not None else 0,
                 polls_failed=poller.counts.failed if poller is not None else 0,
                 error=member.error if member is not None else None,
+                breaker=_BREAKER[worker.health.breaker],
             )
+
+    def pools(self) -> Iterable[PoolReading]:
+        """Every served model."""
+        for name, pool in self._fleet.pools.items():
+            yield PoolReading(name, len(pool.ready), pool.panic, pool.retries.refused)
 
     def feeds(self) -> Iterable[FeedReading]:
         """Every worker with an event feed."""

@@ -37,6 +37,10 @@ class Exposition:
         page = _Page()
         self._write_requests(page)
         _write_workers(page, list(self._readings.workers()))
+        pools = list(self._readings.pools())
+        page.family(m.RETRIES_REFUSED, [((pool.model,), pool.retries_refused) for pool in pools])
+        page.family(m.POOL_READY, [((pool.model,), pool.ready) for pool in pools])
+        page.family(m.POOL_PANIC, [((pool.model,), int(pool.panic)) for pool in pools])
         index = self._readings.index()
         page.family(m.INDEX_BYTES, [((), index.bytes)])
         page.family(m.INDEX_ORPHANS, [((), index.orphans)])
@@ -70,6 +74,7 @@ class Exposition:
 
 def _write_workers(page: _Page, workers: Sequence[WorkerReading]) -> None:
     page.family(m.WORKER_STATE, [((w.worker, s), int(s == w.state)) for w in workers for s in w.states])
+    page.family(m.BREAKER_STATE, [((w.worker,), w.breaker) for w in workers])
     page.family(m.WORKER_INFLIGHT_REQUESTS, [((w.worker,), w.inflight_requests) for w in workers])
     page.family(m.WORKER_INFLIGHT_TOKENS, [((w.worker,), w.inflight_tokens) for w in workers])
     page.family(m.WORKER_WAITING_REQUESTS, [((w.worker,), w.waiting_requests) for w in workers])

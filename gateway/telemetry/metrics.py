@@ -107,7 +107,23 @@ RETRIES = _spec(
     ("reason",),
     "Further workers tried before the first byte, by error of the failed try.",
 )
+RETRIES_REFUSED = _spec(
+    "retries_refused_total",
+    Kind.COUNTER,
+    ("model",),
+    "Retries that were not made because the pool's budget was spent (retries.budget_ratio).",
+)
+POOL_READY = _spec("pool_ready_workers", Kind.GAUGE, ("model",), "Workers that may get requests for the model.")
+POOL_PANIC = _spec(
+    "pool_panic",
+    Kind.GAUGE,
+    ("model",),
+    "1 while so many workers are ejected that all are used (health.panic_ratio), else 0.",
+)
 WORKER_STATE = _spec("worker_state", Kind.GAUGE, ("worker", "state"), "1 for the state the worker is in, else 0.")
+BREAKER_STATE = _spec(
+    "breaker_state", Kind.GAUGE, ("worker",), "0 closed, 1 half open (a trial is due), 2 open (the worker is ejected)."
+)
 WORKER_INFLIGHT_REQUESTS = _spec(
     "worker_inflight_requests", Kind.GAUGE, ("worker",), "Requests this gateway has open on the worker."
 )
@@ -243,7 +259,11 @@ METRICS: tuple[MetricSpec, ...] = (
     AFFINITY,
     REQUEST_RESULTS,
     RETRIES,
+    RETRIES_REFUSED,
+    POOL_READY,
+    POOL_PANIC,
     WORKER_STATE,
+    BREAKER_STATE,
     WORKER_INFLIGHT_REQUESTS,
     WORKER_INFLIGHT_TOKENS,
     WORKER_WAITING_REQUESTS,

@@ -22,8 +22,8 @@ class WorkerReading:
     the sample's age. `open_streams` counts the edge's open exchanges with the worker: leases minus these must be 0.
     `trust_state` is None before it has joined; `tightened` says that its refresh is, `relearned` how often
     its index was learned anew, `findings` are the codes of what was found about it. `error` is why the last probe
-    failed, for operators. `learned_blocks` were learned from routing; `announces`: its
-    events tell instead what it holds of token prompts.
+    failed, for operators. `learned_blocks` were learned from routing; `announces`: its events tell instead what it
+    holds of token prompts. `breaker` is 0 (closed), 1 (half open) or 2 (open), None before it has joined.
     """
 
     worker: WorkerId
@@ -46,6 +46,7 @@ class WorkerReading:
     learned_blocks: int = 0
     announces: bool = False
     error: str | None = None
+    breaker: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,26 @@ class IndexReading:
     tokens_asked: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PoolReading:
+    """The workers of one served model: how many may get requests, whether ejected ones are used for want of others,
+    and how many retries its budget refused."""
+
+    model: str
+    ready: int
+    panic: bool
+    retries_refused: int
+
+
 class Readings(Protocol):
     """The owners, as metrics see them."""
 
     def workers(self) -> Iterable[WorkerReading]:
         """Every worker of the fleet."""
+        ...
+
+    def pools(self) -> Iterable[PoolReading]:
+        """Every served model."""
         ...
 
     def feeds(self) -> Iterable[FeedReading]:

@@ -123,6 +123,13 @@ class AnswerHead(NamedTuple):
     status: int
     headers: list[tuple[bytes, bytes]]
 
+    @property
+    def is_busy(self) -> bool:
+        """The worker has no room now, which is no failure: 429, or 503 that says when to come again."""
+        return self.status == 429 or (
+            self.status == 503 and any(name.lower() == b"retry-after" for name, _ in self.headers)
+        )
+
 
 class AnswerFields(NamedTuple):
     """A worker's answer head, sorted: header lines for the client, and what decides how the body is relayed."""

@@ -5,7 +5,7 @@ Rules:
    and its load poll start. Probing goes on every `refresh_s`: adapters and cache sizes change while a worker runs.
 2. The index keeps a worker's blocks in the block size of its pool's keys. When a newcomer changes that size, the
    pool's workers are bound anew and their feeds learn them anew.
-3. A worker at whose address nobody listens is down: it gets no requests until a probe succeeds. The data path asks for
+3. A worker at whose address nobody listens is gone: it gets no requests until a probe succeeds. The data path asks for
    such a probe (`look`) when it finds nobody. A worker that was away, or that has a new start time, may have lost its
    cache without a word: its feeds learn it anew.
 4. Leaving is complete: tasks end, index, connections and metrics forget the worker; open requests run to their end. The
@@ -31,7 +31,7 @@ import zmq
 
 from gateway.errors import FleetFull
 from gateway.kv import KvIndex
-from gateway.pool import Fleet, WorkerState
+from gateway.pool import Fleet
 from gateway.prefix import PromptHasher
 from gateway.records import EventSource, LoadSample, Outcome, Severity, TrustState, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
@@ -127,7 +127,7 @@ class Membership:
         if member is None or member.leaving:
             return
         member.leaving = True
-        self._set_state(member, WorkerState.DOWN, "leaving")
+        self._mark_gone(member, "leaving")
         await self._tasks.stop(f"worker {name}")
         for seat in member.seats.values():
             await self._stop_feeds(seat, list(seat.feeds))
@@ -216,7 +216,9 @@ class Membership:
                 self._failed(member, error.message)
                 if error.away:
                     member.away = True
-                    self._set_state(member, WorkerState.DOWN, "away")
+                    self._mark_gone(member, "away")
+                else:
+                    self._mark_probed(member, passed=False)
                 pause_s = retry_s if member.away or not member.seats else self._settings.refresh_s
                 retry_s = min(retry_s * 2, _LONGEST_RETRY_S)
             except FleetFull as error:
@@ -237,16 +239,22 @@ class Membership:
             self._log.warning("worker does not answer", worker=member.spec.name, reason=reason)
         member.error = reason
 
-    def _set_state(self, member: Member, state: WorkerState, reason: str | None = None) -> None:
+    def _mark_gone(self, member: Member, reason: str) -> None:
         for name in member.seats:
-            self._fleet.set_state(name, state, self._clock(), reason=reason)
+            self._fleet.leaving(name, self._clock(), reason=reason)
+
+    def _mark_probed(self, member: Member, *, passed: bool) -> None:
+        for name in member.seats:
+            self._fleet.probed(name, self._clock(), passed=passed)
 
     async def _renew(self, member: Member, facts: WorkerFacts) -> None:
         """A member answered again."""
         before = member.facts
         back, member.away = member.away, False
+        self._mark_probed(member, passed=True)
         if back:
-            self._set_state(member, WorkerState.READY)
+            for name in member.seats:
+                self._fleet.back(name, self._clock())
             self._log.info("worker is back", worker=member.spec.name)
         restarted = before is not None and before.start_time_unix != facts.start_time_unix
         if back or restarted:
@@ -341,7 +349,7 @@ class Membership:
         wanted = rank_specs(member.spec, facts)
         gone = [seat for name, seat in member.seats.items() if name not in wanted]
         for seat in gone:
-            self._fleet.set_state(seat.spec.name, WorkerState.DOWN, self._clock(), reason="leaving")
+            self._fleet.leaving(seat.spec.name, self._clock(), reason="leaving")
         for seat in gone:
             await self._stop_feeds(seat, list(seat.feeds))
         self._give_up(member, gone)

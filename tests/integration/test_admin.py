@@ -31,6 +31,7 @@ from gateway.records import (
     EngineKind,
     EventSource,
     LoadSample,
+    Rank,
     Result,
     StageTimes,
     Tier,
@@ -40,7 +41,7 @@ from gateway.records import (
     WorkerSpec,
 )
 from gateway.router import Router
-from gateway.telemetry import Exposition, FeedReading, IndexReading, RequestMetrics, WorkerReading
+from gateway.telemetry import Exposition, FeedReading, IndexReading, PoolReading, RequestMetrics, WorkerReading
 from gateway.upstream.control import ProbeFailed
 
 BLOCK = 16
@@ -104,6 +105,9 @@ class Gateway:
     def feeds(self) -> Iterable[FeedReading]:
         return [FeedReading(WorkerId("w1"), events={"stored": 2}, phases={0: "live"})]
 
+    def pools(self) -> Iterable[PoolReading]:
+        return [PoolReading(name, len(pool.ready), pool.panic, 0) for name, pool in self.fleet.pools.items()]
+
     def index_reading(self) -> IndexReading:
         return IndexReading(bytes=self.index.stats().estimated_bytes)
 
@@ -130,6 +134,7 @@ class Readings:
 
     def __init__(self, gateway: Gateway) -> None:
         self.workers, self.feeds, self.index = gateway.workers, gateway.feeds, gateway.index_reading
+        self.pools = gateway.pools
 
 
 @contextlib.asynccontextmanager
@@ -242,13 +247,13 @@ async def test_unknown_worker(client: httpx.AsyncClient) -> None:
 
 
 async def test_pools(client: httpx.AsyncClient, gateway: Gateway) -> None:
-    gateway.fleet.set_state(WorkerId("w2"), WorkerState.DOWN, NOW)
+    gateway.fleet.leaving(WorkerId("w2"), NOW, reason="away")
     pools = {pool["name"]: pool for pool in (await client.get("/admin/pools")).json()["pools"]}
     assert list(pools) == ["llama", "poet"]
     assert (pools["poet"]["model"], pools["poet"]["adapter"]) == ("llama", "poet")
     assert (pools["llama"]["block_size"], pools["llama"]["workers"]) == (BLOCK, ["w1", "w2"])
     assert pools["llama"]["ready"] == ["w1"]
-    assert pools["llama"]["not_ready"] == [{"worker": "w2", "reason": "down"}]
+    assert pools["llama"]["not_ready"] == [{"worker": "w2", "reason": "gone"}]
     assert pools["llama"]["prefill_token_s"] > 0
 
 
@@ -361,10 +366,36 @@ async def test_explain_shows_every_worker_and_runs_nothing(client: httpx.AsyncCl
 
 
 async def test_explain_names_who_was_not_considered(client: httpx.AsyncClient, gateway: Gateway) -> None:
-    gateway.fleet.set_state(WorkerId("w2"), WorkerState.DRAINING, NOW)
+    gateway.fleet.drain(WorkerId("w2"), NOW, on=True)
     decision = (await client.post("/admin/explain", params=COMPLETIONS, content=completion([1, 2, 3]))).json()
     assert [row["worker"] for row in decision["candidates"]] == ["w1"]
     assert decision["excluded"] == [["w2", "draining"]]
+
+
+async def test_an_operator_drains_and_resets(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    name = WorkerId("w2")
+    (drained,) = (await client.post("/admin/workers/w2/drain")).json()["workers"]
+    assert (drained["id"], drained["state"], drained["health"]["draining"]) == ("w2", "draining", True)
+    assert [worker.id for worker in gateway.fleet.pools["llama"].ready] == ["w1"]
+    (back,) = (await client.post("/admin/workers/w2/undrain")).json()["workers"]
+    assert (back["state"], back["health"]["draining"]) == ("ready", False)
+    for _ in range(5):
+        gateway.fleet.probed(name, NOW, passed=False)
+    (ejected,) = [w for w in (await client.get("/admin/workers")).json()["workers"] if w["id"] == "w2"]
+    assert (ejected["state"], ejected["reason"], ejected["health"]["breaker"]) == ("ejected", "probe_failed", "open")
+    assert ejected["health"]["trial_in_s"] == 10.0
+    (reset,) = (await client.post("/admin/workers/w2/reset")).json()["workers"]
+    assert (reset["state"], reset["health"]["breaker"], reset["health"]["limit"]) == ("ready", "closed", None)
+    for what in ("drain", "undrain", "reset"):
+        answer = await client.post(f"/admin/workers/w9/{what}")
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "worker_not_found")
+
+
+async def test_draining_a_server_drains_its_ranks(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    for number in (0, 1):
+        gateway.join(WorkerSpec(WorkerId(f"dp@{number}"), "http://dp:8000", rank=Rank(WorkerId("dp"), number, number)))
+    drained = (await client.post("/admin/workers/dp/drain")).json()["workers"]
+    assert [(worker["id"], worker["state"]) for worker in drained] == [("dp@0", "draining"), ("dp@1", "draining")]
 
 
 async def test_explain_reads_the_session(client: httpx.AsyncClient, gateway: Gateway) -> None:
@@ -401,7 +432,7 @@ async def test_what_cannot_be_explained(
 
 async def test_explain_with_no_worker_ready(client: httpx.AsyncClient, gateway: Gateway) -> None:
     for name in list(gateway.fleet.workers):
-        gateway.fleet.set_state(name, WorkerState.DOWN, NOW)
+        gateway.fleet.leaving(name, NOW, reason="away")
     answer = await client.post("/admin/explain", params=COMPLETIONS, content=completion([1]))
     assert answer.status_code == 503
     assert error_of(answer)["code"] == "no_worker"

@@ -113,9 +113,9 @@ async def test_a_mixed_fleet_takes_each_workers_overlap_from_the_right_index() -
         assert await cached(r, body, "/v1/completions") == ("w1", 624, 624)
         # Through the gateway: w2 is learned from routing, and both are compared in one decision.
         other = {"model": "demo", "prompt": tokens(2, 640), "max_tokens": 1}
-        r.gateway.fleet.set_state(WorkerId("w1"), WorkerState.DRAINING, 0.0)
+        r.gateway.fleet.drain(WorkerId("w1"), 0.0, on=True)
         assert await cached(r, other, "/v1/completions") == ("w2", 0, 0)
-        r.gateway.fleet.set_state(WorkerId("w1"), WorkerState.READY, 0.0)
+        r.gateway.fleet.drain(WorkerId("w1"), 0.0, on=False)
         decision = await explain(r, other, "/v1/completions")
         overlaps = {c["worker"]: c["overlap_tokens"] for c in decision["candidates"]}
         assert (decision["worker"], overlaps) == ("w2", {"w1": 0, "w2": 624})

@@ -153,7 +153,7 @@ async def test_a_worker_that_went_away() -> None:
         away = next(worker for worker in r.gateway.fleet.workers.values() if worker.id == "w2")
         await r.engine("w2").stop()
         r.gateway.membership.look(away.id)
-        await until(lambda: away.state is WorkerState.DOWN)
+        await until(lambda: away.state is WorkerState.GONE)
         ended = await doctor("--admin", r.ports.admin_url, "--no-probe", "--json")
     rows = [(found["worker"], found["code"]) for found in ended.report()["findings"]]
     assert ended.code == 2

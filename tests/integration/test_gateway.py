@@ -191,7 +191,7 @@ async def test_a_worker_that_comes_up_late_joins_and_one_that_is_down_does_no_ha
         assert (await cached(r, chat("b")))[0] == "w1"
 
 
-async def test_a_worker_that_vanishes_is_down_and_comes_back_with_a_new_cache() -> None:
+async def test_a_worker_that_vanishes_is_gone_and_comes_back_with_a_new_cache() -> None:
     async with rig(2) as r:
         body = {"model": "demo", "prompt": tokens(6, 320), "max_tokens": 1}
         home, _, _ = await cached(r, body, "/v1/completions")
@@ -202,8 +202,8 @@ async def test_a_worker_that_vanishes_is_down_and_comes_back_with_a_new_cache() 
         await engine.stop()
         # The request finds nobody, is served elsewhere, and has the worker looked at.
         assert (await cached(r, body, "/v1/completions"))[0] != home
-        await until(lambda: worker.state is WorkerState.DOWN)
-        assert dict(r.gateway.fleet.pools["demo"].not_ready) == {home: "down"}
+        await until(lambda: worker.state is WorkerState.GONE)
+        assert dict(r.gateway.fleet.pools["demo"].not_ready) == {home: "gone"}
         settings = replace(engine.settings, port=port, events_port=events, replay_port=replay)
         again = SimulatedWorker(settings, wall_clock=time.time)
         await again.start()

@@ -152,7 +152,7 @@ async def test_a_server_that_is_away_is_away_for_all_its_ranks(dialect: Dialect)
         if answer.status_code != 503:  # else a probe was faster
             assert answer.status_code == 502
             assert answer.headers["x-kvgate-retries"] == "0"  # the other rank is behind the same port
-        await until(lambda: {worker.state for worker in workers.values()} == {WorkerState.DOWN})
+        await until(lambda: {worker.state for worker in workers.values()} == {WorkerState.GONE})
         assert (await r.http.post("/v1/completions", json=body)).status_code == 503
         port = int(engine.url.rpartition(":")[2])
         again = SimulatedWorker(replace(engine.settings, port=port), wall_clock=time.time)

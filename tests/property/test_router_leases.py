@@ -12,7 +12,7 @@ from gateway import keys
 from gateway.errors import NoWorker, UnknownModel
 from gateway.kv import KvIndex
 from gateway.policy import POLICY_NAMES, make_policy
-from gateway.pool import Fleet, WorkerState
+from gateway.pool import Fleet
 from gateway.records import (
     Chain,
     Ending,
@@ -66,9 +66,21 @@ class Leases(RuleBasedStateMachine):
             self.index.release(worker.slot)
         self.fleet.remove(name, self.tick())
 
-    @rule(name=names, state=st.sampled_from(WorkerState))
-    def change(self, name: WorkerId, state: WorkerState) -> None:
-        self.fleet.set_state(name, state, self.tick())
+    @rule(name=names, what=st.sampled_from(("leaving", "back", "drain", "undrain", "reset", "probed", "tried")))
+    def change(self, name: WorkerId, what: str) -> None:
+        match what:
+            case "leaving":
+                self.fleet.leaving(name, self.tick(), reason="away")
+            case "back":
+                self.fleet.back(name, self.tick())
+            case "drain" | "undrain":
+                self.fleet.drain(name, self.tick(), on=what == "drain")
+            case "reset":
+                self.fleet.reset(name, self.tick())
+            case "probed":
+                self.fleet.probed(name, self.tick(), passed=False)
+            case _:
+                self.fleet.tried(name, self.tick(), passed=True)
 
     @rule(name=names, running=st.integers(0, 9), waiting=st.integers(0, 9), usage=st.floats(0, 1))
     def poll(self, name: WorkerId, running: int, waiting: int, usage: float) -> None:
@@ -136,8 +148,16 @@ class Leases(RuleBasedStateMachine):
             assert worker.kv_tokens >= 0
             assert worker.pending_s >= 0.0
             assert (worker.pending_s > 0.0) == (worker.pending > 0)
+            assert 0 <= worker.health.trials <= len(own)
             if not own:
                 assert (worker.pending, worker.inflight_tokens, worker.unindexed_tokens) == (0, 0, 0)
+
+    @invariant()
+    def pools_know_who_is_ready(self) -> None:
+        for pool in self.fleet.pools.values():
+            before = pool.ready, pool.spare, pool.panic, pool.not_ready
+            pool.renew(0.5)
+            assert (pool.ready, pool.spare, pool.panic, pool.not_ready) == before
 
     @invariant()
     def slots_are_never_shared(self) -> None:

@@ -13,7 +13,7 @@ from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
 from gateway.policy import make_policy
-from gateway.pool import Fleet, Worker, WorkerState
+from gateway.pool import Fleet, Worker
 from gateway.records import (
     Chain,
     Ending,
@@ -151,7 +151,7 @@ def test_siblings_of_a_new_prefix_stay_together_before_any_event() -> None:
 
 def test_excluded_and_unready_workers_are_named_with_the_reason() -> None:
     bench = Bench(4)
-    bench.fleet.set_state(WorkerId("w3"), WorkerState.DRAINING, 0.0)
+    bench.fleet.drain(WorkerId("w3"), 0.0, on=True)
     decision = bench.route([1] * 40, excluded={"w0", "w1"}).decision
     assert decision.worker == "w2"
     assert dict(decision.excluded) == {"w0": "tried", "w1": "tried", "w3": "draining"}
@@ -315,7 +315,7 @@ def test_a_session_is_new_then_kept_then_moved_with_a_word() -> None:
     finish(second, 3.0)
     assert [first.decision.affinity, second.decision.affinity] == ["new", "kept"]
     assert second.worker is first.worker
-    bench.fleet.set_state(first.worker.id, WorkerState.DOWN, 3.0)
+    bench.fleet.leaving(first.worker.id, 3.0, reason="away")
     moved = bench.route(words(rng, 40), 4.0, session="chat")
     assert moved.decision.affinity == "moved"
     assert bench.route(words(rng, 40), 4.0).decision.affinity == "none"

@@ -29,7 +29,7 @@ def test_a_worker_that_is_fine() -> None:
 
 
 def test_a_worker_that_gets_nothing() -> None:
-    assert codes(member(state="down", reason="away")) == ["not_ready"]
+    assert codes(member(state="gone", reason="away")) == ["not_ready"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ WORKERS = {
             "id": f"w1@{rank}",
             "member": "w1",
             "url": "http://10.0.0.1:8000",
-            "state": "ready" if rank else "down",
+            "state": "ready" if rank else "gone",
             "trust": 1.0,
             "events": [{"rank": rank, "endpoint": f"tcp://10.0.0.1:{5557 + rank}", "replay_endpoint": None}],
             "findings": [{"severity": "warning", "code": "no_replay", "message": "m", "fix": "f"}],

@@ -85,13 +85,13 @@ def test_only_ready_workers_of_a_serving_role_are_candidates() -> None:
     fleet = Fleet()
     for name, role in (("a", Role.BOTH), ("b", Role.PREFILL), ("c", Role.BOTH), ("d", Role.BOTH)):
         fleet.add(spec(name, role=role), facts(), 0.0)
-    fleet.set_state(WorkerId("c"), WorkerState.DRAINING, 1.0)
-    fleet.set_state(WorkerId("d"), WorkerState.DOWN, 1.0, reason="probe failed")
+    fleet.drain(WorkerId("c"), 1.0, on=True)
+    fleet.leaving(WorkerId("d"), 1.0, reason="away")
     pool = fleet.pools["m"]
     assert [w.id for w in pool.ready] == ["a"]
     assert pool.mask == 1 << fleet.workers[WorkerId("a")].slot
-    assert dict(pool.not_ready) == {"b": "role_prefill", "c": "draining", "d": "down"}
-    fleet.set_state(WorkerId("c"), WorkerState.READY, 2.0)
+    assert dict(pool.not_ready) == {"b": "role_prefill", "c": "draining", "d": "gone"}
+    fleet.drain(WorkerId("c"), 2.0, on=False)
     assert [w.id for w in pool.ready] == ["a", "c"]
 
 

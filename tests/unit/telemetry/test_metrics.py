@@ -17,6 +17,7 @@ from gateway.telemetry import (
     Exposition,
     FeedReading,
     IndexReading,
+    PoolReading,
     RequestMetrics,
     WorkerReading,
     describe_metrics,
@@ -67,6 +68,9 @@ class Numbers:
     def feeds(self) -> Iterable[FeedReading]:
         return self._feeds
 
+    def pools(self) -> Iterable[PoolReading]:
+        return [PoolReading("llama", 2, True, 3)]
+
     def index(self) -> IndexReading:
         return self._index
 
@@ -102,7 +106,8 @@ def full_page() -> str:
     worker = WorkerReading(
         worker=W1,
         state="ready",
-        states=("ready", "draining", "down"),
+        states=("ready", "draining", "gone"),
+        breaker=2,
         inflight_requests=3,
         inflight_tokens=4096,
         open_streams=3,
@@ -257,7 +262,11 @@ def test_odd_names_are_escaped() -> None:
 def test_gauges_come_from_their_owners() -> None:
     text = full_page()
     assert value(text, "worker_state", worker="w1", state="ready") == 1
-    assert value(text, "worker_state", worker="w1", state="down") == 0
+    assert value(text, "worker_state", worker="w1", state="gone") == 0
+    assert value(text, "breaker_state", worker="w1") == 2
+    assert value(text, "pool_ready_workers", model="llama") == 2
+    assert value(text, "pool_panic", model="llama") == 1
+    assert value(text, "retries_refused_total", model="llama") == 3
     assert value(text, "worker_inflight_tokens", worker="w1") == 4096
     assert value(text, "worker_kv_usage_ratio", worker="w1") == 0.25
     assert value(text, "accounting_drift", worker="w1") == 0

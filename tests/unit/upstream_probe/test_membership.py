@@ -111,7 +111,7 @@ async def test_who_joins_while_another_leaves_keeps_its_slot_and_binding(stand: 
     await membership.add(spec(W1))
 
     async def meanwhile() -> None:
-        assert stand.fleet.workers[W1].state is WorkerState.DOWN
+        assert stand.fleet.workers[W1].state is WorkerState.GONE
         await membership.add(spec(W2))
 
     stand.tasks.on_stop = meanwhile
@@ -309,7 +309,7 @@ async def test_ranks_go_down_and_come_back_together(stand: Stand) -> None:
 
     stand.away.add("w1")
     stand.membership.look(R1)
-    await all_are(WorkerState.DOWN)
+    await all_are(WorkerState.GONE)
     stand.away.clear()
     await all_are(WorkerState.READY)
     following.cancel()
