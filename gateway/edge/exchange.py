@@ -4,9 +4,7 @@ Rules:
 1. `_run` is the life of a request up to the head of its answer: one task, which waits for nothing but the client's
    body, the tokenising thread and the chosen worker. From the head on everything is a callback; no task runs.
 2. Whatever way it ends, `_finish` is called synchronously and once: it settles the lease and hands on one outcome.
-3. A worker that fails before the head of its answer, or answers 429 or 5xx, is settled and not tried again for this
-   request; another one is tried while there is one, at most `max_retries` times and while the pool's budget for retries
-   lasts. After the head nothing is tried again.
+3. Until the head of an answer, workers are tried one after the other (`attempts`). After it nothing is tried again.
 4. When the client goes away the worker's connection is dropped in the same call.
 
 It is also a cycle in uvicorn's sense (`keep_alive`, `response_complete`), so that the protocol keeps answers in order.
@@ -19,7 +17,8 @@ import functools
 import logging
 from typing import Protocol
 
-from gateway.api import ask_for_rank, ask_for_salt, ask_for_usage, parse_request
+from gateway.api import ask_for_salt, ask_for_usage, parse_request
+from gateway.edge.attempts import Attempts, result_of
 from gateway.edge.auth import InvalidKey, Visit
 from gateway.edge.gate import Edge
 from gateway.edge.relay import Relay
@@ -28,11 +27,8 @@ from gateway.errors import (
     WORKER_BUSY,
     WORKER_STATUS,
     GatewayError,
-    NoWorker,
     ShuttingDown,
-    UnknownModel,
     WorkerError,
-    WorkerTimeout,
 )
 from gateway.pool import Pool
 from gateway.prefix import KnownPrompts, tellable
@@ -45,20 +41,14 @@ from gateway.records import (
     PrefixMode,
     Result,
     StageTimes,
-    WorkerId,
 )
-from gateway.router import Lease
 from gateway.upstream.headers import AnswerHead, Headers, request_head
-from gateway.upstream.http import UpstreamStream
 from gateway.upstream.tokenizing import Untold
 
 _log = logging.getLogger("kvgate.edge")
 
 _CLIENT_GONE = 499
 """nginx's code for a client that left before any answer."""
-
-_TRIED_ELSEWHERE = frozenset((429, 500, 502, 503, 504))
-"""Answers that speak of the worker's state, not of the request."""
 
 _BYTES_A_TOKEN = 4
 """For the load estimate of a prompt whose tokens nobody can know."""
@@ -89,13 +79,11 @@ class Exchange:
         "_body_error",
         "_body_waiter",
         "_client",
-        "_connected_at",
         "_edge",
         "_endpoint",
         "_headers",
         "_held_bytes",
         "_http_1_0",
-        "_lease",
         "_located_at",
         "_loop",
         "_model",
@@ -103,18 +91,15 @@ class Exchange:
         "_pieces",
         "_relay",
         "_request_id",
-        "_reserved_at",
-        "_retries",
         "_session",
         "_started_at",
-        "_stream",
         "_streamed",
         "_target",
         "_task",
-        "_tried",
         "_untold",
         "_usage_hidden",
         "_visit",
+        "_work",
         "declared_bytes",
         "keep_alive",
         "refusal",
@@ -154,15 +139,12 @@ class Exchange:
         self._body_waiter: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._started_at = edge.clock()
-        self._mark_all(self._started_at)
+        self._parsed_at = self._located_at = self._started_at
         self._model = ""
         self._streamed = False
         self._usage_hidden = False
-        self._lease: Lease | None = None
-        self._stream: UpstreamStream | None = None
+        self._work = Attempts(edge)
         self._relay: Relay | None = None
-        self._retries = 0
-        self._tried: frozenset[WorkerId] = frozenset()
         self._untold: Untold | None = None
         self._visit: Visit | None = None
         self.refusal: InvalidKey | None = None
@@ -203,7 +185,7 @@ class Exchange:
             await self._body_waiter
         edge = self._edge
         self._started_at = edge.clock()
-        self._mark_all(self._started_at)
+        self._parsed_at = self._located_at = self._started_at
         if self._body_error is not None:
             raise self._body_error
         if not edge.accepting:
@@ -232,7 +214,7 @@ class Exchange:
             request = await self._loop.run_in_executor(edge.executor, parse)
         self._model = request.model
         self._streamed = request.stream
-        self._parsed_at = self._located_at = self._reserved_at = self._connected_at = edge.clock()
+        self._parsed_at = self._located_at = edge.clock()
         return request
 
     async def _locate(self, request: InferenceRequest, body: bytes) -> PrefixBlocks:
@@ -257,7 +239,7 @@ class Exchange:
             blocks = work.blocks()
             if hasher.known is not None:
                 self._untold = _untold(request, blocks, hasher.known, pool)
-        self._located_at = self._reserved_at = self._connected_at = edge.clock()
+        self._located_at = edge.clock()
         if visit is not None:
             visit.take(blocks.tokens, self._located_at)
         return blocks
@@ -274,38 +256,20 @@ class Exchange:
             asking = ask_for_usage(body, request)
             self._usage_hidden = asking is not body
             body = asking
-        total_at = self._started_at + edge.upstream.timeouts.total_s
-        now = edge.clock()
-        stream = self._reserved(edge.router.route(request, blocks, now))
-        while True:
-            try:
-                answer = await stream.send(head, self._placed(body), total_at=total_at)
-            except WorkerError as error:
-                other = self._another(request, blocks, _result(error), error.status, error.code)
-                if other is None:
-                    raise
-            else:
-                self._connected_at = stream.connected_at
-                if answer.status not in _TRIED_ELSEWHERE:
-                    return answer
-                code = WORKER_BUSY if answer.is_busy else WORKER_STATUS
-                other = self._another(request, blocks, Result.WORKER_FAILED, answer.status, code)
-                if other is None:
-                    return answer
-            stream = other
-
-    def _placed(self, body: bytes) -> bytes:
-        """The body as the chosen worker needs it: one path of SGLang reads its rank there, all others from a header."""
-        if self._endpoint is Endpoint.GENERATE and self._lease is not None:
-            rank = self._lease.worker.spec.rank
-            if rank is not None:
-                return ask_for_rank(body, rank.asked)
-        return body
+        return await self._work.first_answer(
+            request,
+            blocks,
+            head,
+            body,
+            started_at=self._started_at,
+            total_at=self._started_at + edge.upstream.timeouts.total_s,
+            stages=self._stage_times,
+        )
 
     def _pass_on(self, answer: AnswerHead) -> None:
         """From here on the bytes run by callbacks: worker -> relay -> client."""
         self._let_go()
-        stream = self._stream
+        stream = self._work.stream
         assert stream is not None
         relay = self._relay = Relay(
             self,
@@ -323,50 +287,6 @@ class Exchange:
             relay.send_head()
             if self._client.write_paused:
                 stream.pause()
-
-    # ---------------------------------------------------------------- workers
-
-    def _reserved(self, lease: Lease) -> UpstreamStream:
-        """A lease and the stream that serves it, from the same moment on."""
-        self._lease = lease
-        self._stream = self._edge.upstream.open(lease.worker.spec)
-        self._reserved_at = self._connected_at = self._edge.clock()
-        return self._stream
-
-    def _another(
-        self, request: InferenceRequest, blocks: PrefixBlocks, result: Result, status: int, code: str
-    ) -> UpstreamStream | None:
-        """Settle a failed attempt and reserve another worker; None when there is none: then the attempt stands."""
-        edge = self._edge
-        failed = self._lease
-        assert failed is not None
-        self._tried |= edge.router.fleet.behind(failed.worker)
-        if self._retries >= edge.limits.max_retries:
-            return None
-        now = edge.clock()
-        # One without room has done nothing for the request: asking the next adds no work to an overload.
-        costly = code != WORKER_BUSY
-        if costly and not failed.retries.allows(now):
-            return None
-        try:
-            lease = edge.router.route(request, blocks, now, excluded=self._tried, instead_of=failed)
-        except (NoWorker, UnknownModel):
-            return None
-        if costly:
-            failed.retries.retry(now)
-        self._drop_worker()
-        ending = Ending(result, status, now, error_code=code)
-        outcome = failed.settle(ending, started_at=self._started_at, stages=self._stage_times(), retries=self._retries)
-        self._retries += 1
-        stream = self._reserved(lease)
-        if edge.on_retry is not None:
-            edge.on_retry(outcome)
-        return stream
-
-    def _drop_worker(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.abort()
 
     # ---------------------------------------------------------------- from the client's connection
 
@@ -393,13 +313,13 @@ class Exchange:
 
     def pause(self) -> None:
         """The client takes no more for now."""
-        if self._relay is not None and self._stream is not None:
-            self._stream.pause()
+        if self._relay is not None and self._work.stream is not None:
+            self._work.stream.pause()
 
     def resume(self) -> None:
         """The client takes bytes again."""
-        if self._stream is not None:
-            self._stream.resume()
+        if self._work.stream is not None:
+            self._work.stream.resume()
 
     def client_gone(self) -> None:
         """The client's connection is lost: so is the worker's, at once."""
@@ -425,7 +345,7 @@ class Exchange:
 
     def first_byte(self, now: float) -> None:
         """The first byte of a successful answer has come."""
-        lease = self._lease
+        lease = self._work.lease
         if lease is None:
             return
         lease.first_byte(now)
@@ -437,7 +357,7 @@ class Exchange:
         """The answer is with the client, whole."""
         relay = self._relay
         assert relay is not None
-        self._stream = None
+        self._work.stream = None
         try:
             if relay.status >= 500:
                 code = WORKER_BUSY if relay.busy else WORKER_STATUS
@@ -454,8 +374,8 @@ class Exchange:
         """The answer broke off; `told` when the client got an error event in its place."""
         relay = self._relay
         assert relay is not None
-        self._stream = None
-        self._finish(_result(error), relay.status, now, error_code=error.code)
+        self._work.stream = None
+        self._finish(result_of(error), relay.status, now, error_code=error.code)
         if told:
             self.keep_alive = False
             self._client.exchange_done(self)
@@ -472,16 +392,16 @@ class Exchange:
     def _refuse(self, error: GatewayError) -> None:
         if self.response_complete:
             return
-        self._drop_worker()
+        self._work.drop()
         self._write_error(error)
-        self._finish(_result(error), error.status, self._edge.clock(), error_code=error.code)
+        self._finish(result_of(error), error.status, self._edge.clock(), error_code=error.code)
         self._client.exchange_done(self)
 
     def _crash(self) -> None:
         """A bug, logged by the caller: a plain 500 for the client, or a cut answer, and the connection ends."""
         if self.response_complete:
             return
-        self._drop_worker()
+        self._work.drop()
         self.keep_alive = False
         error = InternalError()
         relay = self._relay
@@ -494,7 +414,7 @@ class Exchange:
             self._client.cut(reset=self._http_1_0)
 
     def _end_work(self) -> None:
-        self._drop_worker()
+        self._work.drop()
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -528,12 +448,13 @@ class Exchange:
                 relay.last_byte_at,
                 error_code,
             )
-        lease, self._lease = self._lease, None
+        work = self._work
+        lease, work.lease = work.lease, None
         if lease is None:
             outcome = self._unplaced(ending)
         else:
             outcome = lease.settle(
-                ending, started_at=self._started_at, stages=self._stage_times(), retries=self._retries
+                ending, started_at=self._started_at, stages=self._stage_times(), retries=work.retries
             )
         if self._visit is not None:
             self._visit.settle(outcome)
@@ -571,24 +492,23 @@ class Exchange:
 
     def _stage_times(self) -> StageTimes:
         """Seconds between the steps made: whole body, parsed, located, reserved, connected."""
+        located_at, work = self._located_at, self._work
+        reserved_at, connected_at = work.reserved_at or located_at, work.connected_at or located_at
         return StageTimes(
             self._parsed_at - self._started_at,
-            self._located_at - self._parsed_at,
-            self._reserved_at - self._located_at,
+            located_at - self._parsed_at,
+            reserved_at - located_at,
             0.0,
-            self._connected_at - self._reserved_at,
+            connected_at - reserved_at,
         )
 
-    def _mark_all(self, now: float) -> None:
-        self._parsed_at = self._located_at = self._reserved_at = self._connected_at = now
-
     def _receipts(self) -> bytes:
-        lease = self._lease
+        lease = self._work.lease
         if lease is None:
             return b"x-request-id: %b\r\n" % self._request_id
         return (
             b"x-request-id: %b\r\nx-kvgate-worker: %b\r\nx-kvgate-predicted-tokens: %d\r\nx-kvgate-retries: %d\r\n"
-            % (self._request_id, lease.worker.id.encode(), lease.decision.predicted_tokens, self._retries)
+            % (self._request_id, lease.worker.id.encode(), lease.decision.predicted_tokens, self._work.retries)
         )
 
 
@@ -598,16 +518,3 @@ def _untold(request: InferenceRequest, blocks: PrefixBlocks, known: KnownPrompts
     if not tellable(text) or not known.wants(text, block_size=pool.block_size):
         return None
     return Untold(request, text, known, pool.adapter, pool.block_size)
-
-
-def _result(error: GatewayError) -> Result:
-    """How a request that ends with this error ended."""
-    match error:
-        case WorkerTimeout():
-            return Result.TIMED_OUT
-        case WorkerError():
-            return Result.WORKER_FAILED
-        case ShuttingDown():
-            return Result.SHUT_DOWN
-        case _:
-            return Result.REFUSED

@@ -1,0 +1,151 @@
+"""The workers that one request is tried on, one after the other, until one begins to answer.
+
+Rules:
+1. A lease and the stream that serves it are taken in one step and given up in one step.
+2. A worker that fails before its answer begins, or answers 429 or 5xx, is settled and not tried again for this request,
+   nor are the other ranks of its server; another one is tried while there is one, at most `max_retries` times and while
+   the pool's budget for retries lasts. Then the failure, or the worker's own answer, is the client's.
+3. `drop` is synchronous and may come at any moment; whoever holds the attempts settles the last lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gateway.api import ask_for_rank
+from gateway.errors import (
+    WORKER_BUSY,
+    WORKER_STATUS,
+    GatewayError,
+    NoWorker,
+    ShuttingDown,
+    UnknownModel,
+    WorkerError,
+    WorkerTimeout,
+)
+from gateway.records import Ending, Endpoint, InferenceRequest, PrefixBlocks, Result, StageTimes, WorkerId
+from gateway.router import Lease
+from gateway.upstream.headers import AnswerHead, RequestHead
+from gateway.upstream.http import UpstreamStream
+
+if TYPE_CHECKING:
+    # The edge holds the open exchanges, which hold their attempts.
+    from gateway.edge.gate import Edge
+
+_TRIED_ELSEWHERE = frozenset((429, 500, 502, 503, 504))
+"""Answers that speak of the worker's state, not of the request."""
+
+
+class Attempts:
+    """Of one request. `lease` and `stream` are those of the last attempt, while it lasts."""
+
+    __slots__ = ("_edge", "_tried", "connected_at", "lease", "reserved_at", "retries", "stream")
+
+    def __init__(self, edge: Edge) -> None:
+        self.lease: Lease | None = None
+        self.stream: UpstreamStream | None = None
+        self.retries = 0
+        self.reserved_at: float | None = None
+        self.connected_at: float | None = None
+        """When a worker was chosen and when a connection to it was at hand."""
+        self._edge = edge
+        self._tried: frozenset[WorkerId] = frozenset()
+
+    async def first_answer(
+        self,
+        request: InferenceRequest,
+        blocks: PrefixBlocks,
+        head: RequestHead,
+        body: bytes,
+        *,
+        started_at: float,
+        total_at: float,
+        stages: Callable[[], StageTimes],
+    ) -> AnswerHead:
+        """The head of the answer that the client will get. Raises GatewayError when there is none."""
+        edge = self._edge
+        stream = self._reserve(edge.router.route(request, blocks, edge.clock()))
+        while True:
+            try:
+                answer = await stream.send(head, self._placed(body, request.endpoint), total_at=total_at)
+            except WorkerError as error:
+                ending = Ending(result_of(error), error.status, edge.clock(), error_code=error.code)
+                other = self._another(request, blocks, ending, started_at, stages)
+                if other is None:
+                    raise
+            else:
+                self.connected_at = stream.connected_at
+                if answer.status not in _TRIED_ELSEWHERE:
+                    return answer
+                code = WORKER_BUSY if answer.is_busy else WORKER_STATUS
+                ending = Ending(Result.WORKER_FAILED, answer.status, edge.clock(), error_code=code)
+                other = self._another(request, blocks, ending, started_at, stages)
+                if other is None:
+                    return answer
+            stream = other
+
+    def drop(self) -> None:
+        """End the worker's work now. The lease stays until it is settled."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.abort()
+
+    def _reserve(self, lease: Lease) -> UpstreamStream:
+        self.lease = lease
+        self.stream = self._edge.upstream.open(lease.worker.spec)
+        self.reserved_at = self.connected_at = self._edge.clock()
+        return self.stream
+
+    def _another(
+        self,
+        request: InferenceRequest,
+        blocks: PrefixBlocks,
+        ending: Ending,
+        started_at: float,
+        stages: Callable[[], StageTimes],
+    ) -> UpstreamStream | None:
+        """Settle a failed attempt and reserve another worker; None when there is none: then the attempt stands."""
+        edge, failed, now = self._edge, self.lease, ending.ended_at
+        assert failed is not None
+        self._tried |= edge.router.fleet.behind(failed.worker)
+        if self.retries >= edge.limits.max_retries:
+            return None
+        # One without room has done nothing for the request: asking the next adds no work to an overload.
+        costly = ending.error_code != WORKER_BUSY
+        if costly and not failed.retries.allows(now):
+            return None
+        try:
+            lease = edge.router.route(request, blocks, now, excluded=self._tried, instead_of=failed)
+        except (NoWorker, UnknownModel):
+            return None
+        if costly:
+            failed.retries.retry(now)
+        self.drop()
+        outcome = failed.settle(ending, started_at=started_at, stages=stages(), retries=self.retries)
+        self.retries += 1
+        stream = self._reserve(lease)
+        if edge.on_retry is not None:
+            edge.on_retry(outcome)
+        return stream
+
+    def _placed(self, body: bytes, endpoint: Endpoint) -> bytes:
+        """The body as the chosen worker needs it: one path of SGLang reads its rank there, all others from a header."""
+        if endpoint is Endpoint.GENERATE and self.lease is not None:
+            rank = self.lease.worker.spec.rank
+            if rank is not None:
+                return ask_for_rank(body, rank.asked)
+        return body
+
+
+def result_of(error: GatewayError) -> Result:
+    """How a request that ends with this error ended."""
+    match error:
+        case WorkerTimeout():
+            return Result.TIMED_OUT
+        case WorkerError():
+            return Result.WORKER_FAILED
+        case ShuttingDown():
+            return Result.SHUT_DOWN
+        case _:
+            return Result.REFUSED
