@@ -22,6 +22,14 @@ One seam turns them into bytes: `edge.responses`. The shape is OpenAI's error ob
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+_NAME_SHOWN = 128
+"""Characters of a client's model name an error repeats."""
+
+_NAMES_SHOWN = 5
+"""Known model names an UnknownModel error lists: enough to see a typo, few enough for one line."""
+
 
 class GatewayError(Exception):
     """`message` is for the client: it names the problem and, where there is one, the fix; no addresses, no secrets.
@@ -76,6 +84,17 @@ class UnknownModel(ClientError):
     status = 404
     type = "not_found_error"
     code = "model_not_found"
+
+    @classmethod
+    def among(cls, model: str, known: Iterable[str]) -> UnknownModel:
+        """The error for a client's `model` where `known` are served; a few of them are named."""
+        names = sorted(known)
+        model = model if len(model) <= _NAME_SHOWN else model[:_NAME_SHOWN] + "..."
+        if not names:
+            return cls(f"model {model!r} is not served: no worker has reported a model yet", param="model")
+        shown = ", ".join(names[:_NAMES_SHOWN])
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        return cls(f"model {model!r} is not served; there are {shown}{more}", param="model")
 
 
 class PayloadTooLarge(ClientError):

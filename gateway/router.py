@@ -48,12 +48,6 @@ from gateway.records import (
     WorkerId,
 )
 
-_NAME_SHOWN = 128
-"""Characters of a client's model name an error repeats."""
-
-_NAMES_SHOWN = 5
-"""Known model names an UnknownModel error lists: enough to see a typo, few enough for one line."""
-
 _RETRY_AFTER_S = 1.0
 """What a client is told when no worker is ready: about one probe period."""
 
@@ -241,7 +235,7 @@ class Router:
                 raise BadRequest("model is missing: several models are served here", param="model")
             pool = pools.get(bases.pop()) if bases else None
         if pool is None:
-            raise UnknownModel(_unknown(model, pools), param="model")
+            raise UnknownModel.among(model, pools)
         return pool
 
     def recent(self) -> Sequence[Recent]:
@@ -566,16 +560,6 @@ def _candidates(
                 excluded += tuple((worker.id, "context_length") for worker in workers if worker.id not in kept)
                 workers = fits
     return workers, excluded
-
-
-def _unknown(model: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    model = model if len(model) <= _NAME_SHOWN else model[:_NAME_SHOWN] + "..."
-    if not names:
-        return f"model {model!r} is not served: no worker has reported a model yet"
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"model {model!r} is not served; there are {shown}{more}"
 
 
 def _leading(blocks: PrefixBlocks) -> int | None:
