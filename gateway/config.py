@@ -10,8 +10,10 @@ Rules:
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import itertools
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,10 +73,21 @@ class ServerSettings(_Section):
         16_384, ge=1, le=1_000_000, description="Open connections of clients; one more is refused with 503."
     )
     tls: ServerTls = ServerTls()
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Origins whose web pages may use the client port, such as https://chat.example.com; `*`: all."
+    )
     receipts: bool = Field(True, description="Send x-kvgate-* headers with each answer.")
     ready_timeout_s: Seconds = Field(
         30, description="Report ready after this long even when an index is still catching up."
     )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if value != "*" and not re.fullmatch(r"https?://[^/\s?#@*]+", value):
+                raise ValueError(f"{value!r} is no origin; expected one like https://chat.example.com, or `*`")
+        return values
 
 
 class AuthSettings(_Section):
@@ -91,7 +104,12 @@ class AuthSettings(_Section):
     tenant_salt: bool = Field(
         False, description="Give each tenant a cache salt of its own: no tenant can time what another has asked."
     )
-    admin_token: SecretStr | None = Field(None, description="Bearer token of the admin port; none: no check.")
+    admin_token: SecretStr | None = Field(
+        None, description="Bearer token of the admin port; none: no check, and only for the machine itself."
+    )
+    admin_open: bool = Field(
+        False, description="Let the admin port be reached from elsewhere without a token: the network is trusted."
+    )
 
     @field_validator("admin_token")
     @classmethod
@@ -371,6 +389,12 @@ class Settings(BaseSettings):
         server = self.server
         if server.port and server.port == server.admin_port:
             raise ValueError(f"server: port and admin_port are both {server.port}; choose another admin_port")
+        auth = self.auth
+        if auth.admin_token is None and not auth.admin_open and not is_loopback(server.admin_host):
+            raise ValueError(
+                f"server.admin_host: {server.admin_host} can be reached from elsewhere: set auth.admin_token, or "
+                "auth.admin_open where the network is trusted"
+            )
         served = [n for m in self.models for n in (m.name, *m.aliases)]
         for name in {n for n in served if served.count(n) > 1}:
             raise ValueError(f"models: the name {name!r} is used twice")
@@ -439,6 +463,14 @@ def worker_url(value: str) -> str:
         raise ValueError(f"{value!r}: give the base URL only, without path, query or user (http://10.0.0.1:8000)")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the machine itself can reach what binds `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def default_worker_name(taken: set[str]) -> str:

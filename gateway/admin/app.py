@@ -4,14 +4,13 @@ Rules:
 1. It reads; what it changes are the fleet's members, through the runtime, and their health (drain, undrain, reset).
 2. Handlers are `async def` and run on the loop thread, where the core lives; nothing in them waits except probing
    and tokenising, which happen elsewhere.
-3. With a token set, everything but `/health`, `/ready` and the documentation needs it.
+3. Who may use it is said in `guard`.
 4. Errors have OpenAI's shape, like those of the client port.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +37,7 @@ from gateway.admin.answers import (
     WorkerAnswer,
     WorkerList,
 )
+from gateway.admin.guard import Guard, Unauthorized, token_check
 from gateway.api import parse_request
 from gateway.config import WorkerSettings
 from gateway.errors import BadRequest, GatewayError, NotFound, PayloadTooLarge
@@ -52,14 +52,6 @@ MAX_DECISIONS = 256
 
 _BYTES_A_TOKEN = 4
 """As the client port estimates a prompt whose tokens are not known."""
-
-
-class Unauthorized(GatewayError):
-    """The token is missing or wrong."""
-
-    status = 401
-    type = "authentication_error"
-    code = "invalid_admin_token"
 
 
 class NameTaken(GatewayError):
@@ -85,7 +77,7 @@ class AdminViews:
     `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises ProbeFailed),
     `remove_worker` returns once no new request can go there. `members` are the names in use, also of workers that have
     not joined yet. `config` is the configuration with secrets masked. `affinity_header` (lower case) and
-    `affinity_field` are where a session id is read.
+    `affinity_field` are where a session id is read. `own_names`: the port may be asked by address or as localhost only.
     """
 
     router: Router
@@ -99,6 +91,7 @@ class AdminViews:
     ready: Callable[[], Readiness]
     clock: Callable[[], float]
     token: str | None = field(default=None, repr=False)
+    own_names: bool = False
     affinity_header: str = "x-session-id"
     affinity_field: str | None = None
     max_body_bytes: int = 67_108_864
@@ -112,24 +105,14 @@ def admin_app(views: AdminViews) -> FastAPI:
         summary="Metrics, fleet and decisions of one kvgate process.",
         responses={"4XX": {"model": ErrorAnswer}},
     )
+    app.add_middleware(Guard, own_names=views.own_names)
     _map_errors(app)
     app.include_router(_probes(views))
-    guarded = [Depends(_token_check(views.token))] if views.token else []
+    guarded = [Depends(token_check(views.token))] if views.token else []
     app.include_router(_reading(views), dependencies=guarded)
     app.include_router(_deciding(views), dependencies=guarded)
     app.include_router(_members(views), dependencies=guarded)
     return app
-
-
-def _token_check(token: str) -> Callable[[Request], Awaitable[None]]:
-    expected = f"Bearer {token}".encode()
-
-    async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(given, expected):
-            raise Unauthorized("send the admin token: authorization: Bearer <auth.admin_token>")
-
-    return check
 
 
 # --------------------------------------------------------------------------- routes

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from gateway.edge.auth import Keys
-from gateway.edge.responses import MethodNotAllowed, error_headers, error_object
+from gateway.edge.responses import EXPOSED_HEADERS, Cors, MethodNotAllowed, error_headers, error_object
 from gateway.errors import GatewayError, NotFound, UnknownModel
 from gateway.pool import Fleet, ServedModel
 from gateway.records import Endpoint
@@ -22,10 +23,27 @@ from gateway.records import Endpoint
 _INFERENCE_PATHS = frozenset(endpoint.value for endpoint in Endpoint)
 
 
-def client_app(fleet: Fleet, *, ready: Callable[[], bool], started_unix: int = 0, keys: Keys | None = None) -> FastAPI:
+def client_app(
+    fleet: Fleet,
+    *,
+    ready: Callable[[], bool],
+    started_unix: int = 0,
+    keys: Keys | None = None,
+    cors: Cors | None = None,
+) -> FastAPI:
     """`ready` says whether traffic may come; `started_unix` is the `created` time of the models shown. With `keys`
-    models are shown to whom they are allowed; health and readiness are everybody's."""
+    models are shown to whom they are allowed; health and readiness are everybody's. With
+    `cors` the browsers of web pages are told what they may send, also to the inference paths."""
     app = FastAPI(title="kvgate", docs_url=None, redoc_url=None, openapi_url=None)
+    if cors is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+            max_age=600,
+        )
 
     def allowed(request: Request) -> list[ServedModel]:
         if keys is None:

@@ -79,6 +79,7 @@ class Exchange:
         "_body_error",
         "_body_waiter",
         "_client",
+        "_cors",
         "_edge",
         "_endpoint",
         "_headers",
@@ -146,6 +147,7 @@ class Exchange:
         self._work = Attempts(edge)
         self._relay: Relay | None = None
         self._untold: Untold | None = None
+        self._cors = edge.cors.lines(fields.get(b"origin")) if edge.cors is not None else b""
         self._visit: Visit | None = None
         self.refusal: InvalidKey | None = None
         """Why the body need not be read."""
@@ -277,6 +279,7 @@ class Exchange:
             answer,
             endpoint=self._endpoint,
             receipts=self._receipts() if self._edge.receipts else b"",
+            cors=self._cors,
             hide_usage=self._usage_hidden,
             http_1_0=self._http_1_0,
             keep_alive=self.keep_alive,
@@ -424,7 +427,7 @@ class Exchange:
             self.keep_alive = False
         receipts = self._receipts() if self._edge.receipts else b"x-request-id: %b\r\n" % self._request_id
         self._client.write(
-            error_response(error, endpoint=self._endpoint, receipts=receipts, keep_alive=self.keep_alive)
+            error_response(error, endpoint=self._endpoint, receipts=receipts + self._cors, keep_alive=self.keep_alive)
         )
 
     def _finish(self, result: Result, status: int, now: float, *, error_code: str | None = None) -> None:

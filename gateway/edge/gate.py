@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.edge.auth import Keys
+from gateway.edge.responses import Cors
 from gateway.prefix import PromptHasher
 from gateway.records import Outcome, WorkerSpec
 from gateway.router import Router
@@ -66,6 +67,7 @@ class Edge:
         limits: EdgeLimits | None = None,
         keys: Keys | None = None,
         tenant_salt: bool = False,
+        cors: Cors | None = None,
         receipts: bool = True,
         ask_usage: bool = True,
         session_header: str = "x-session-id",
@@ -75,8 +77,8 @@ class Edge:
         """`hashers` gives the hasher of a base model. `on_outcome` gets one record for every request, `on_retry` one
         for every attempt that was followed by another, `ask_tokens` each prompt whose tokens an engine is to tell, with
         the worker that has begun to answer it. `request_ids` makes an id for a client that sent none.
-        With `keys` every request needs one of them; `tenant_salt` gives each tenant's prompts a cache salt. `tick_s` is
-        the precision of the client's timeouts."""
+        With `keys` every request needs one of them; `tenant_salt` gives each tenant's prompts a cache salt; `cors` lets
+        web pages in. `tick_s` is the precision of the client's timeouts."""
         self.router = router
         self.hashers = hashers
         self.upstream = upstream
@@ -89,6 +91,7 @@ class Edge:
         self.limits = limits or EdgeLimits()
         self.keys = keys
         self.tenant_salt = tenant_salt
+        self.cors = cors
         self.receipts = receipts
         self.ask_usage = ask_usage
         self.session_header = session_header.lower().encode()

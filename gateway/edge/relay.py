@@ -81,11 +81,13 @@ class Relay:
         *,
         endpoint: Endpoint,
         receipts: bytes,
+        cors: bytes = b"",
         hide_usage: bool,
         http_1_0: bool,
         keep_alive: bool,
     ) -> None:
-        """`receipts` are finished header lines (empty when they are off); `hide_usage`: the gateway asked for usage.
+        """`receipts` and `cors` are finished header lines (empty when they are off); `hide_usage`: the gateway asked
+        for usage.
 
         Raises WorkerBroken for an answer whose body cannot be passed on.
         """
@@ -110,7 +112,7 @@ class Relay:
         """A last event fits in; behind a stated length it would pass for a part of the answer."""
         self.closes = framing is Framing.CLOSE or not keep_alive
         """The client's connection ends with this answer."""
-        self._head = self._client_head(fields, framing, receipts)
+        self._head = self._client_head(fields, framing, receipts + cors)
 
     def _framing(self, fields: AnswerFields, *, http_1_0: bool) -> Framing:
         if self.status in BODYLESS:

@@ -7,6 +7,7 @@ Shapes: OpenAI's `{"error": {"message", "type", "code", "param"}}`; on `/v1/mess
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from http import HTTPStatus
 
 import msgspec
@@ -27,6 +28,10 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+EXPOSED_HEADERS = ("x-request-id", "x-kvgate-worker", "x-kvgate-predicted-tokens", "x-kvgate-retries", "retry-after")
+"""Headers of answers that the script of a web page may read."""
 
 
 class HeaderTooLarge(PayloadTooLarge):
@@ -88,6 +93,27 @@ def error_headers(error: GatewayError) -> dict[str, str]:
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+
+
+class Cors:
+    """Which web pages may read the answers (Fetch standard 3.2); never with a browser's own credentials (cookies)."""
+
+    __slots__ = ("_lines", "origins")
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        """`*` among them allows all."""
+        self.origins = tuple(origins)
+        exposed = f"access-control-expose-headers: {', '.join(EXPOSED_HEADERS)}\r\n"
+        self._lines = {
+            origin.encode(): f"access-control-allow-origin: {origin}\r\nvary: origin\r\n{exposed}".encode()
+            for origin in self.origins
+        }
+
+    def lines(self, origin: bytes | None) -> bytes:
+        """Header lines of the answer to a request from this origin; none for one that is not allowed."""
+        if origin is None:
+            return b""
+        return self._lines.get(b"*") or self._lines.get(origin, b"")
 
 
 def error_response(error: GatewayError, *, endpoint: Endpoint | None, receipts: bytes, keep_alive: bool) -> bytes:

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from gateway.admin import AdminViews, Readiness, admin_app
 from gateway.config import Settings
-from gateway.edge import Edge, EdgeLimits, client_app, client_protocol, request_id_maker
+from gateway.edge import Cors, Edge, EdgeLimits, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import LEARNED_BYTES, ApproximateSettings, KvIndex
 from gateway.policy import Weights, make_policy
@@ -190,6 +190,7 @@ class Gateway:
         )
         self.tokenizing = EngineTokenizing(control, self.clock)
         access = KeysInForce(settings.auth)
+        cors = Cors(server.cors_origins) if server.cors_origins else None
         self.edge = Edge(
             router=self.router,
             hashers=self.tokenizers.find,
@@ -211,6 +212,7 @@ class Gateway:
             ),
             keys=access.keys,
             tenant_salt=settings.auth.tenant_salt,
+            cors=cors,
             receipts=server.receipts,
             session_header=settings.routing.affinity.header,
             session_field=settings.routing.affinity.body_field,
@@ -231,6 +233,7 @@ class Gateway:
             ready=lambda: self.readiness().ready,
             started_unix=int(time.time()),  # noqa: TID251
             keys=access.keys,
+            cors=cors,
         )
         tls = server_context(server.tls, self._certificates)
         await self._serve(app, client_socket, http=client_protocol(self.edge), tls=tls)
@@ -346,6 +349,7 @@ class Gateway:
             ready=self.readiness,
             clock=self.clock,
             token=token.get_secret_value() if token is not None else None,
+            own_names=token is None and not settings.auth.admin_open,
             affinity_header=settings.routing.affinity.header.lower(),
             affinity_field=settings.routing.affinity.body_field,
             max_body_bytes=settings.server.max_body_bytes,

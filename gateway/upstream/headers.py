@@ -2,7 +2,8 @@
 
 Rules:
 1. Hop-by-hop headers (RFC 9110 7.6.1) end here, both ways, and so do those that a `Connection` header names.
-2. `x-kvgate-*` is ours: a client cannot send it to a worker, a worker cannot send it to a client.
+2. `x-kvgate-*` is ours: a client cannot send it to a worker, a worker cannot send it to a client. Nor can a worker say
+   which web pages may read an answer (`access-control-*`): it does not know who asks.
 3. Which data-parallel rank serves a request is the gateway's choice: a client's own header for it is dropped.
    Every other header passes byte for byte.
 4. `accept-encoding` is not passed on: the usage is read from the plain body, and between gateway and worker
@@ -51,6 +52,7 @@ _NOT_TO_WORKER = (HOP_BY_HOP | _CREDENTIALS) | {
 _NOT_TO_CLIENT = HOP_BY_HOP | {b"content-length"}
 BODYLESS = frozenset((204, 304))
 _OURS = b"x-kvgate-"
+_NOT_A_WORKERS = (_OURS, b"access-control-")
 _HARMLESS_TOKENS = frozenset((b"close", b"keep-alive", b""))
 
 
@@ -159,7 +161,7 @@ def answer_fields(headers: Headers, *, without_request_id: bool) -> AnswerFields
             elif lower == b"connection":
                 named |= _named(value)
             continue
-        if lower.startswith(_OURS) or (without_request_id and lower == b"x-request-id"):
+        if lower.startswith(_NOT_A_WORKERS) or (without_request_id and lower == b"x-request-id"):
             continue
         if lower == b"content-type":
             content_type = value

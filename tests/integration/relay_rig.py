@@ -21,7 +21,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from gateway.edge import Edge, EdgeLimits, Keys, client_app, client_protocol, request_id_maker
+from gateway.edge import Cors, Edge, EdgeLimits, Keys, client_app, client_protocol, request_id_maker
 from gateway.kv import KvIndex
 from gateway.policy import make_policy
 from gateway.pool import Fleet
@@ -345,6 +345,7 @@ async def relay(
     keep_alive_s: int = 30,
     keys: Keys | None = None,
     tenant_salt: bool = False,
+    cors: Cors | None = None,
     tls: Tls | None = None,
 ) -> AsyncIterator[RelayRig]:
     """A gateway with one worker a script, named w1, w2, ...; None is a worker that refuses connections.
@@ -383,12 +384,13 @@ async def relay(
             limits=limits,
             keys=keys,
             tenant_salt=tenant_salt,
+            cors=cors,
             receipts=receipts,
             ask_usage=ask_usage,
             tick_s=0.02,
         )
         config = uvicorn.Config(
-            client_app(fleet, ready=lambda: edge.accepting, keys=keys),
+            client_app(fleet, ready=lambda: edge.accepting, keys=keys, cors=cors),
             host="127.0.0.1",
             port=0,
             http=client_protocol(edge),

@@ -138,7 +138,9 @@ class Readings:
 
 
 @contextlib.asynccontextmanager
-async def admin(gateway: Gateway, *, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def admin(
+    gateway: Gateway, *, token: str | None = None, own_names: bool = False
+) -> AsyncIterator[httpx.AsyncClient]:
     readings = Readings(gateway)
     app = admin_app(
         AdminViews(
@@ -153,6 +155,7 @@ async def admin(gateway: Gateway, *, token: str | None = None) -> AsyncIterator[
             ready=lambda: gateway.readiness,
             clock=lambda: NOW,
             token=token,
+            own_names=own_names,
             max_body_bytes=100_000,
         )
     )
@@ -522,6 +525,42 @@ async def test_the_token_guards_all_but_the_probes(gateway: Gateway) -> None:
         assert set(gateway.fleet.workers) == {"w1", "w2"}
         allowed = await client.get("/admin/workers", headers={"authorization": "Bearer s3cret"})
         assert allowed.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8001", "127.0.0.1.evil.example", "localhost.evil", "x:"]
+)
+async def test_without_a_token_the_port_has_no_foreign_name(host: str, gateway: Gateway) -> None:
+    """A page of another site that has its own name point at this machine gets nothing and changes nothing."""
+    async with admin(gateway, own_names=True) as client:
+        for method, path in (("GET", "/metrics"), ("GET", "/health"), ("DELETE", "/admin/workers/w1")):
+            answer = await client.request(method, path, headers={"host": host})
+            assert (answer.status_code, error_of(answer)["code"]) == (403, "foreign_host")
+        added = await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000"}, headers={"host": host})
+        assert added.status_code == 403
+    assert set(gateway.fleet.workers) == {"w1", "w2"}
+    assert gateway.added == []
+    async with admin(gateway, token="s3cret") as client:
+        assert (await client.get("/health", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8001", "127.0.0.1:8001", "10.1.2.3", "[::1]:8001", "::1"])
+async def test_its_own_names_are_addresses_and_localhost(host: str, gateway: Gateway) -> None:
+    async with admin(gateway, own_names=True) as client:
+        assert (await client.get("/admin/workers", headers={"host": host})).status_code == 200
+
+
+async def test_no_answer_may_be_framed_kept_or_taken_for_something_else(gateway: Gateway) -> None:
+    async with admin(gateway, token="s3cret", own_names=True) as client:
+        for path in ("/health", "/docs", "/openapi.json", "/metrics", "/admin/nothing"):
+            headers = (await client.get(path)).headers
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["x-frame-options"] == "DENY"
+            assert "frame-ancestors 'none'" in headers["content-security-policy"]
+            assert headers["referrer-policy"] == "no-referrer"
+            assert headers["cache-control"] == "no-store"
+            assert "access-control-allow-origin" not in headers
+        assert "x-frame-options" in (await client.get("/metrics", headers={"host": "evil.example"})).headers
 
 
 async def test_paths_that_do_not_exist(client: httpx.AsyncClient) -> None:

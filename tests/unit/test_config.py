@@ -58,6 +58,17 @@ def test_nested_environment_and_json_lists() -> None:
         ("server: {port: 70000}", "server.port: "),
         ("routing: {alpha: .nan}", "routing.alpha: "),
         ("workers: [{url: 'http://a:1/v1'}]", "give the base URL only"),
+        (
+            "server: {admin_host: 0.0.0.0}",
+            "server.admin_host: 0.0.0.0 can be reached from elsewhere: set auth.admin_token",
+        ),
+        ("server: {admin_host: kvgate.internal}", "can be reached from elsewhere"),
+        ("server: {cors_origins: ['https://a/b']}", "'https://a/b' is no origin"),
+        ("server: {cors_origins: ['a.example']}", "'a.example' is no origin"),
+        ("server: {cors_origins: ['https://*.example']}", "is no origin"),
+        ("server: {tls: {key: k.pem}}", "server.tls: `cert` is missing"),
+        ("server: {tls: {crt: k.pem}}", "server.tls.crt: unknown key; did you mean `cert`?"),
+        ("worker_tls: {key: k.pem}", "worker_tls: `cert` is missing"),
         ("auth: {tenant_salt: true}", "auth: tenant_salt: without `keys_file` or `keys` there are no tenants"),
         ("auth: {keys: [{tenant: a}]}", "auth.keys.0: give `hash`, or `key`, and not both"),
         ("auth: {keys: [{tenant: a, key: short-and-secret}]}", "auth.keys.0.key: expected 20 or more ASCII characters"),
@@ -178,3 +189,17 @@ def test_no_message_repeats_a_secret(tmp_path: Path) -> None:
     for text in broken:
         assert secret not in problems_of(path=write(tmp_path, text), environ={}), text
     assert secret not in problems_of(environ={"KVGATE_AUTH__KEYS": f'[{{"key": "{secret}"'})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "server: {admin_host: 127.0.0.1}",
+        "server: {admin_host: '::1'}",
+        "server: {admin_host: localhost}",
+        "{server: {admin_host: 0.0.0.0}, auth: {admin_token: t0ken}}",
+        "{server: {admin_host: 0.0.0.0}, auth: {admin_open: true}}",
+    ],
+)
+def test_the_admin_port_is_the_machines_own_or_guarded_or_open_by_word(text: str, tmp_path: Path) -> None:
+    assert load(write(tmp_path, text), environ={}).server.admin_host
