@@ -25,7 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from operator import or_
 from typing import Final, NamedTuple
 
@@ -187,15 +187,18 @@ class ApproximateBlocks:
                 return True
         return False
 
-    def forget(self, learned: Learned, *, text: bool = True) -> int:
-        """Drop the worker's token keys, and its text keys with `text`. Returns how many."""
-        dropped = len(learned.tokens)
-        self._clear(learned.bit, learned.tokens)
-        learned.tokens = OrderedDict()
-        if text:
-            dropped += len(learned.text)
-            self._clear(learned.bit, learned.text)
-            learned.text = OrderedDict()
+    def forget(self, learned: Learned, *, text: bool = True, most: int | None = None) -> int:
+        """Drop the worker's token keys, and its text keys with `text`; at most so many. Returns how many."""
+        dropped = 0
+        for order in (learned.tokens, learned.text) if text else (learned.tokens,):
+            keys = list(islice(order, None if most is None else most - dropped))
+            self._clear(learned.bit, keys)
+            if len(keys) == len(order):
+                order.clear()
+            else:
+                deque(map(order.pop, keys), maxlen=0)
+            dropped += len(keys)
+        if text and not learned.text:
             learned.instead = False
         self.held -= dropped
         return dropped

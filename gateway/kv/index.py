@@ -204,12 +204,25 @@ class KvIndex:
 
     def end_preview(self, slot: Slot, rank: int) -> None:
         """Everything shown before its turn has been applied. Fine without a preview; costs the blocks shown."""
+        for _ in self.ending_preview(slot, rank):
+            pass
+
+    def ending_preview(self, slot: Slot, rank: int, *, most: int | None = None) -> Generator[int, None, None]:
+        """`end_preview` in steps, as `purging` does it."""
         worker = self._workers.get(slot)
-        preview = None if worker is None else worker.previews.pop(rank, None)
-        if worker is not None and preview is not None:
-            preview.put_back(self._placement, worker)
+        preview = None if worker is None else worker.previews.get(rank)
+        if worker is None or preview is None:
+            return
+        preview.put_back(self._placement, worker)
+        try:
+            while any(preview.over.held):
+                yield self._placement.purge(worker, preview.over, most)
+        finally:
             self._placement.purge(worker, preview.over)
-            self._weigh(worker)
+            if worker.previews.get(rank) is preview:
+                del worker.previews[rank]
+            if self._workers.get(slot) is worker:
+                self._weigh(worker)
 
     def _weigh(self, worker: WorkerTable) -> None:
         """The worker's tables have changed: see that all together keep within the cap."""
@@ -253,23 +266,32 @@ class KvIndex:
         if self._truncation is not None:
             self._truncation.forget(worker.bit)
         ranks = list(worker.ranks) if rank is None else [rank]
-        for number in ranks:
-            self.end_preview(slot, number)
         tables = [worker.ranks[number] for number in ranks if number in worker.ranks]
-        worker.hidden += 1
-        self._hidden |= worker.bit
+        self._hide(worker)
         try:
+            for number in ranks:
+                yield from self.ending_preview(slot, number, most=most)
             for table in tables:
                 while any(table.held):
                     yield self._placement.purge(worker, table, most)
         finally:
+            for number in ranks:
+                self.end_preview(slot, number)
             for table in tables:
                 self._placement.purge(worker, table)
-            worker.hidden -= 1
             if self._workers.get(slot) is worker:
                 self._weigh(worker)
-                if not worker.hidden:
-                    self._hidden &= ~worker.bit
+            self._show(worker)
+
+    def _hide(self, worker: WorkerTable) -> None:
+        """The worker holds nothing for `overlap` until `_show` has been called as often."""
+        worker.hidden += 1
+        self._hidden |= worker.bit
+
+    def _show(self, worker: WorkerTable) -> None:
+        worker.hidden -= 1
+        if not worker.hidden and self._workers.get(worker.slot) is worker:
+            self._hidden &= ~worker.bit
 
     def announced(self, slot: Slot, key: BlockKey) -> bool:
         """Whether the worker's events say that it holds this block, in any tier; a promise is no announcement."""
@@ -332,7 +354,7 @@ class KvIndex:
         """The worker has prefilled a request: learn its blocks, where its events do not tell (None where they do).
         `capacity` is the worker's cache in tokens, 0 when unknown."""
         worker = self._workers.get(slot)
-        if worker is None or self._approximate is None:
+        if worker is None or self._approximate is None or worker.hidden:
             return None
         # Announced blocks of a process that is gone are the feed's to drop; until then nothing is learned beside them,
         # nor beside those that a preview hides.
@@ -358,12 +380,27 @@ class KvIndex:
         """The worker's process is another one, or may be, or its feed has ended: what was learned of it goes, and it is
         learned anew once nothing that it announced is left (that is the feed's to drop). Returns how many blocks went.
         """
+        return sum(self.forgetting(slot))
+
+    def forgetting(self, slot: Slot, *, most: int | None = None) -> Generator[int, None, None]:
+        """`forget` in steps, as `purging` does it; until the last one nothing is learned of the worker."""
         worker = self._workers.get(slot)
         if worker is None:
-            return 0
+            return
         worker.heard = False
         worker.learned_blocks = 0
-        return 0 if self._approximate is None else self._approximate.forget(self._approximate.worker(worker.bit))
+        approximate = self._approximate
+        if approximate is None:
+            return
+        learned = approximate.worker(worker.bit)
+        self._hide(worker)
+        try:
+            while learned.blocks and self._workers.get(slot) is worker:
+                yield approximate.forget(learned, most=most)
+        finally:
+            if self._workers.get(slot) is worker:
+                approximate.forget(learned)
+            self._show(worker)
 
     def expire(self, now: float) -> None:
         """About twice a second: blocks that nobody removes and learned ones end with their life time."""

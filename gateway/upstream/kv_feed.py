@@ -105,6 +105,18 @@ class _Lane:
     state: FeedState
 
 
+_Wish = Callable[[FeedState, float], list[Action]]
+"""What somebody wants of a feed's state now."""
+
+_WORSE: Final = (TrustState.TRUSTED, TrustState.CATCHING_UP, TrustState.UNCERTAIN, TrustState.BLIND)
+"""From best to worst."""
+
+
+def worst_trust(states: Iterable[TrustState]) -> TrustState:
+    """The worst of them; without any nothing is heard."""
+    return max(states, key=_WORSE.index, default=TrustState.BLIND)
+
+
 class KvFeed:
     """Subscribes to one rank of one worker and keeps the index in step. Make a new one when its address changes.
 
@@ -141,13 +153,16 @@ class KvFeed:
         self._actions: deque[tuple[_Lane, Action]] = deque()
         self._purging: Generator[int, None, None] | None = None
         self._doing: tuple[_Lane, Apply | Preview, Iterator[KvEvent]] | None = None
-        self._wanted: deque[Callable[[float], list[Action]]] = deque(maxlen=_MAX_WANTED)
+        self._begun: deque[Generator[int, None, None]] = deque()  # purges that somebody else has begun
+        self._wanted: deque[_Wish] = deque(maxlen=_MAX_WANTED)
+        self._running = False
         self._wake = asyncio.Event()
 
     @property
     def caught_up(self) -> bool:
         """Whether the index shows what this rank published: replay done, nothing received waits to be applied."""
-        return self._state.caught_up and not self._actions and self._doing is None and self._purging is None
+        busy = self._actions or self._begun or self._doing is not None or self._purging is not None
+        return self._state.caught_up and not busy
 
     @property
     def phase(self) -> FeedPhase:
@@ -156,8 +171,8 @@ class KvFeed:
 
     @property
     def trust(self) -> TrustState:
-        """How far the index shows what this rank holds."""
-        return self._state.trust
+        """How far the index shows what this rank holds, or the worst of the ranks that publish here."""
+        return worst_trust(lane.state.trust for lane in self._lanes())
 
     @property
     def doubt(self) -> str | None:
@@ -176,15 +191,23 @@ class KvFeed:
 
     def resync(self) -> None:
         """Forget the rank and learn it anew, at the feed's next turn."""
-        self._want(self._state.resync)
+        self._want(FeedState.resync)
 
     def relearn(self, since: float) -> None:
-        """Drop what the rank announced and learn again what came after `since` (our clock), at the feed's next turn."""
-        self._want(lambda now: self._state.relearn(since, now))
+        """Drop what the rank announced and learn again what came after `since` (our clock), at the feed's next turn.
+        From now on nothing of it counts."""
+        for lane in self._lanes():
+            steps = self._index.purging(self.slot, lane.rank, most=self._limits.turn_blocks)
+            next(steps, None)
+            if self._running:
+                self._begun.append(steps)
+            else:
+                steps.close()
+        self._want(lambda state, now: state.relearn(since, now))
 
     def process_started(self, at_unix: float) -> None:
         """The worker's process started then: what is older belongs to another process."""
-        self._want(lambda now: self._state.on_process_started(at_unix, now))
+        self._want(lambda state, now: state.on_process_started(at_unix, now))
 
     def served(self, blocks: int, started_at: float) -> None:
         """A request of this rank that began at `started_at` (our clock) ended with so many blocks computed anew."""
@@ -194,7 +217,7 @@ class KvFeed:
     def _lanes(self) -> list[_Lane]:
         return [self._lane, *self._others.values()]
 
-    def _want(self, ask: Callable[[float], list[Action]]) -> None:
+    def _want(self, ask: _Wish) -> None:
         self._wanted.append(ask)
         self._wake.set()
 
@@ -209,6 +232,7 @@ class KvFeed:
                 subscription.connect(self.source.endpoint)
                 for lane in self._lanes():
                     self._add(lane, lane.state.on_opened(self._clock()))
+                self._running = True
                 while True:
                     async with self._turns:
                         idle = self._turn(subscription, monitor)
@@ -217,11 +241,14 @@ class KvFeed:
                     else:
                         await asyncio.sleep(0)
         finally:
+            self._running = False
             self._actions.clear()
             self._doing = None
-            if self._purging is not None:
-                self._purging.close()
-                self._purging = None
+            for purging in (self._purging, *self._begun):
+                if purging is not None:
+                    purging.close()
+            self._purging = None
+            self._begun.clear()
             self._close_replay()
 
     # ------------------------------------------------------------------ work
@@ -247,8 +274,13 @@ class KvFeed:
         if self._actions:
             self._execute(*self._actions.popleft())
             return True
+        if self._begun:
+            self._purging = self._begun.popleft()
+            return True
         if self._wanted:
-            self._add(self._lane, self._wanted.popleft()(self._clock()))
+            wish = self._wanted.popleft()
+            for lane in self._lanes():
+                self._add(lane, wish(lane.state, self._clock()))
             return True
         if self._replay is not None:
             if not self._state.asking:
@@ -324,7 +356,7 @@ class KvFeed:
             case Apply() | Preview():
                 self._decode(lane, action)
             case EndPreview():
-                self._index.end_preview(self.slot, lane.rank)
+                self._purging = self._index.ending_preview(self.slot, lane.rank, most=self._limits.turn_blocks)
             case Purge():
                 self._purging = self._index.purging(self.slot, lane.rank, most=self._limits.turn_blocks)
             case AskReplay():

@@ -18,14 +18,11 @@ from typing import Final
 from gateway.findings import HITS_NOT_REPORTED
 from gateway.prefix import PromptHasher
 from gateway.records import Endpoint, EventSource, Finding, Outcome, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
-from gateway.upstream.kv_feed import KvFeed
+from gateway.upstream.kv_feed import KvFeed, worst_trust
 from gateway.upstream.load import LoadPoller
 
 _SILENT_ANSWERS: Final = 8
 """Chats that should have hit and reported nothing, before a server is said not to report."""
-
-_WORSE: Final = (TrustState.TRUSTED, TrustState.CATCHING_UP, TrustState.UNCERTAIN, TrustState.BLIND)
-"""From best to worst."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +43,7 @@ class Seat:
     @property
     def trust(self) -> TrustState:
         """The worst state among its feeds; without any nothing is heard of its cache."""
-        return max((feed.trust for feed in self.feeds.values()), key=_WORSE.index, default=TrustState.BLIND)
+        return worst_trust(feed.trust for feed in self.feeds.values())
 
     def served(self, outcome: Outcome, block_size: int) -> None:
         """A request was answered: the feed must tell of the blocks computed for it, `block_size` being the engine's.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
@@ -42,7 +42,7 @@ from gateway.upstream.members import Member, Seat, cut
 from gateway.upstream.parity import token_differences
 from gateway.upstream.ranks import rank_facts, rank_specs
 
-_PURGED_AT_ONCE = 1_000
+_FORGOTTEN_AT_ONCE = 1_000
 """Blocks forgotten in one turn of the loop, half a millisecond."""
 
 _FIRST_RETRY_S = 0.25
@@ -186,8 +186,6 @@ class Membership:
         seat = self._seat_of(worker_id)
         if seat is None:
             return
-        if since is not None:
-            self._index.purge(seat.slot)  # at once: no further request is placed by it
         for source, feed in seat.feeds.items():
             if since is not None:
                 feed.relearn(since)
@@ -259,7 +257,7 @@ class Membership:
         restarted = before is not None and before.start_time_unix != facts.start_time_unix
         if back or restarted:
             for seat in member.seats.values():
-                self._index.forget(seat.slot)
+                await _in_steps(self._index.forgetting(seat.slot, most=_FORGOTTEN_AT_ONCE))
             member.restarted(facts.start_time_unix)
         facts = member.with_reports(facts)
         hasher = await self._on_joining(member.spec, facts)  # a tokenizer may have come within reach
@@ -279,17 +277,20 @@ class Membership:
         self._fit_block_sizes()
         for seat in member.seats.values():
             self._start_feeds(seat, rank_facts(seat.spec, facts).events)
-        member.poller = LoadPoller(
-            spec,
-            facts.engine,
-            client=self._control,
-            on_sample=self._on_sample,
-            random=self._rng,
-            workers=member.by_rank(),
-            on_missing=member.look.set,
-            poll_s=self._settings.poll_s,
-        )
-        self._tasks.start(f"load {spec.name}", member.poller.run)
+        if member.poller is not None:  # it had joined before, and lost its seats to a full fleet
+            member.poller.workers = member.by_rank()
+        else:
+            member.poller = LoadPoller(
+                spec,
+                facts.engine,
+                client=self._control,
+                on_sample=self._on_sample,
+                random=self._rng,
+                workers=member.by_rank(),
+                on_missing=member.look.set,
+                poll_s=self._settings.poll_s,
+            )
+            self._tasks.start(f"load {spec.name}", member.poller.run)
         self._log.info(
             "worker joined",
             worker=spec.name,
@@ -408,8 +409,14 @@ class Membership:
         for source in sources:
             await self._tasks.stop(seat.feed_name(source))
             seat.feeds.pop(source)
-            with contextlib.closing(self._index.purging(seat.slot, source.rank, most=_PURGED_AT_ONCE)) as steps:
-                for _ in steps:
-                    await asyncio.sleep(0)
+            await _in_steps(self._index.purging(seat.slot, source.rank, most=_FORGOTTEN_AT_ONCE))
         if sources and not seat.feeds:
-            self._index.forget(seat.slot)  # from here on it is learned from routing
+            # From here on it is learned from routing.
+            await _in_steps(self._index.forgetting(seat.slot, most=_FORGOTTEN_AT_ONCE))
+
+
+async def _in_steps(steps: Generator[int, None, None]) -> None:
+    """Let others work between two steps; when cancelled, the rest is done at once."""
+    with contextlib.closing(steps):
+        for _ in steps:
+            await asyncio.sleep(0)

@@ -211,3 +211,43 @@ async def test_nobody_at_the_address_is_blind_and_holds_nothing_up() -> None:
     async with following(source, limits=FeedLimits(connect_timeout_s=0.05)) as (feed, _):
         await until(lambda: feed.caught_up)
         assert feed.trust is TrustState.BLIND
+
+
+async def test_what_is_not_believed_counts_no_more_at_once_and_goes_in_turns() -> None:
+    old, new = range(1, 3_001), range(3_001, 3_011)
+    turns = TurnLimits(turn_s=0.001, turn_blocks=100)
+    with engine() as publisher:
+        async with following(publisher.source(), turns=turns) as (feed, index):
+            await publisher.subscriber()
+            for start in old[::100]:
+                publisher.publish(*(stored(name) for name in range(start, start + 100)))
+            await until(lambda: resident(index) == set(old) and feed.caught_up)
+            since = time.monotonic()
+            for name in new:
+                publisher.publish(stored(name))
+            await until(lambda: resident(index) == {*old, *new} and feed.caught_up)
+            assert usable(index, 1) == 1
+            feed.relearn(since)
+            assert (usable(index, 1), usable(index, new[0])) == (0, 0)
+            assert not feed.caught_up
+            assert index.resident(WORKER, Tier.GPU) > 2_000, "the rest goes in turns"
+            await until(lambda: resident(index) == set(new) and feed.caught_up)
+            assert usable(index, new[0]) == 1
+
+
+async def test_ranks_that_share_an_address_are_doubted_and_learned_anew_together() -> None:
+    def batch(rank: int, number: int, name: int) -> list[bytes]:
+        payload = msgspec.msgpack.encode([time.time(), [stored(name)], rank])
+        return [b"kv@w@m", number.to_bytes(8, "big"), payload]
+
+    with engine(layout="off") as publisher:
+        async with following(publisher.source()) as (feed, index):
+            await publisher.subscriber()
+            for rank, name in ((0, 1), (1, 2)):
+                publisher.send(batch(rank, 0, name))
+            await until(lambda: index.resident(WORKER, Tier.GPU) == 2)
+            assert feed.trust is TrustState.TRUSTED
+            publisher.send(batch(1, 5, 3))
+            await until(lambda: feed.trust is TrustState.UNCERTAIN)
+            feed.resync()
+            await until(lambda: index.resident(WORKER, Tier.GPU) == 0)

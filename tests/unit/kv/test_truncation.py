@@ -205,6 +205,54 @@ def test_a_purge_touches_its_rank_only_and_is_marked(prompts: Prompts) -> None:
     assert index.mark(A).epoch != mark.epoch
 
 
+def test_a_preview_ends_in_steps(prompts: Prompts) -> None:
+    index = capped(10_000)
+    (first, blocks), (second, others) = prompts.make(100), prompts.make(100)
+    index.apply(A, 0, [first])
+    index.preview(A, 0, [Removed(first.hashes), second])
+    assert [index.overlap(asked, ALL).blocks(A) for asked in (blocks, others)] == [0, 100]
+    steps = index.ending_preview(A, 0, most=30)
+    assert next(steps) == 30
+    assert list(steps) == [30, 30, 10]
+    assert [index.overlap(asked, ALL).blocks(A) for asked in (blocks, others)] == [100, 0]
+    index.preview(A, 0, [second])
+    steps = index.ending_preview(A, 0, most=10)
+    next(steps)
+    index.release(A)
+    assert (list(steps), index.stats().keys) == ([], 0)
+
+
+def test_a_purge_takes_previews_in_steps_too(prompts: Prompts) -> None:
+    index = capped(10_000)
+    (first, blocks), (second, others) = prompts.make(50), prompts.make(50)
+    for close in (False, True):
+        index.apply(A, 0, [first])
+        index.preview(A, 0, [Removed(first.hashes[:20]), second])
+        steps = index.purging(A, most=30)
+        next(steps)
+        assert [index.overlap(asked, ALL).blocks(A) for asked in (blocks, others)] == [0, 0]
+        if close:
+            steps.close()
+        else:
+            assert list(steps) == [20, 30, 20]
+        assert (total(index), index.stats().keys) == (0, 0)
+
+
+def test_what_was_learned_is_forgotten_in_steps_and_nothing_is_learned_meanwhile(prompts: Prompts) -> None:
+    index = KvIndex(approximate=ApproximateSettings())
+    index.bind(A, block_size=SIZE)
+    (_, blocks), (_, others) = prompts.make(100), prompts.make(10)
+    index.remember(A, blocks, 0, 1.0)
+    steps = index.forgetting(A, most=30)
+    assert next(steps) == 30
+    assert index.overlap(blocks, ALL).blocks(A) == 0
+    assert index.remember(A, others, 0, 1.0) is None
+    assert list(steps) == [30, 30, 10]
+    assert (index.learned(A), index.stats().keys) == (0, 0)
+    assert index.remember(A, others, 0, 1.0) is not None
+    assert index.overlap(others, ALL).blocks(A) == 10
+
+
 # ---------------------------------------------------------------- learned beside announced
 
 

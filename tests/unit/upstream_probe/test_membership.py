@@ -396,3 +396,32 @@ async def test_a_full_fleet_takes_no_part_of_a_worker(stand: Stand, monkeypatch:
             await asyncio.sleep(0.001)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_server_that_lost_its_seats_to_a_full_fleet_keeps_one_poller(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.pool.fleet.MAX_WORKERS", 2)
+    vllm(stand, 1)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    await stand.membership.add(WorkerSpec(W2, "http://w2:8000"))
+    poller = stand.membership.members[W1].poller
+    vllm(stand, 2)
+    following = asyncio.ensure_future(_run(stand.tasks.runs["worker w1"]))
+
+    async def workers_are(names: set[str]) -> None:
+        async with asyncio.timeout(20):
+            while set(stand.fleet.workers) != names:
+                if following.done():
+                    following.result()
+                stand.membership.members[W1].look.set()
+                await asyncio.sleep(0.001)
+
+    await workers_are({W2})
+    await stand.membership.leave(W2)
+    await workers_are({R0, R1})
+    assert stand.membership.members[W1].poller is poller
+    assert poller is not None
+    assert set(poller.workers.values()) == {R0, R1}
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
