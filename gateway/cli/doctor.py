@@ -210,7 +210,7 @@ def _show(report: _Report) -> None:
         for worker, found in rows:
             typer.echo(f"{found.severity:<8} {worker:<{width}}  {found.message} ({found.code}); fix: {found.fix}")
     counts = [f"{sum(one.severity is level for _, one in rows)} {level}" for level in reversed(Severity)]
-    typer.echo(f"\n{len(report.workers)} workers checked: {', '.join(counts)}")
+    typer.echo(f"\n{_count(len(report.workers), 'worker')} checked: {', '.join(counts)}")
 
 
 def _summary(result: Checked) -> str:
@@ -218,10 +218,10 @@ def _summary(result: Checked) -> str:
     if facts is None:
         return f"{name}: not checked"
     found = worst(result.findings)
+    verdict = "nothing found" if found is None else f"{_count(len(result.findings), 'finding')}, worst: {found}"
     return (
         f"{name}: {facts.engine} {facts.version}, {', '.join(facts.models)}, blocks of {facts.block_size or 'unknown'} "
-        f"tokens, {len(facts.events)} event feed{'' if len(facts.events) == 1 else 's'}: "
-        f"{'nothing found' if found is None else f'{len(result.findings)} findings, worst: {found}'}"
+        f"tokens, {_count(len(facts.events), 'event feed')}: {verdict}"
     )
 
 
@@ -240,3 +240,7 @@ def _as_json(report: _Report, admin: str | None) -> dict[str, Any]:
     ]
     findings = [{"worker": worker} | found._asdict() for worker, found in report.findings]
     return {"worst": report.worst, "admin": admin, "workers": workers, "findings": findings}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -34,7 +34,8 @@ async def _serve(settings: EngineSettings) -> None:
         loop.add_signal_handler(number, ended.set)
     worker = SimulatedWorker(settings, wall_clock=time.time)  # noqa: TID251  the clock of this process
     await worker.start()
-    typer.echo(f"simulated {settings.dialect} worker at {worker.url}, KV events at {worker.events_endpoint}", err=True)
+    events = f"KV events at {worker.events_endpoint}" if worker.events_endpoint else "no KV events"
+    typer.echo(f"simulated {settings.dialect} worker at {worker.url}, {events}", err=True)
     typer.echo(f"next: kvgate serve --worker {worker.url}", err=True)
     try:
         await ended.wait()
