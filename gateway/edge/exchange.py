@@ -24,8 +24,6 @@ from gateway.edge.gate import Edge
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
 from gateway.errors import (
-    WORKER_BUSY,
-    WORKER_STATUS,
     GatewayError,
     ShuttingDown,
     WorkerError,
@@ -362,9 +360,8 @@ class Exchange:
         assert relay is not None
         self._work.stream = None
         try:
-            if relay.status >= 500:
-                code = WORKER_BUSY if relay.busy else WORKER_STATUS
-                self._finish(Result.WORKER_FAILED, relay.status, now, error_code=code)
+            if relay.fault is not None:
+                self._finish(Result.WORKER_FAILED, relay.status, now, error_code=relay.fault)
             else:
                 self._finish(Result.COMPLETED, relay.status, now)
         except Exception:  # noqa: BLE001  a bug: logged with its traceback, and the request is ended

@@ -6,8 +6,9 @@ Rules:
 2. The body is what the worker sent. Its framing is chosen for the client: the same length where the worker gave one,
    chunks for HTTP/1.1, connection close for HTTP/1.0.
 3. The only event ever taken out of a stream is the usage event that the gateway asked for.
-4. A broken stream of events ends with one error event and never with `[DONE]`; any other broken body, and one with a
-   stated length, is cut, so that its framing shows that it is not whole.
+4. A broken stream of events ends with one error event and never with `[DONE]`, also when it is its last event that
+   is missing and not the end of its framing; any other broken body, and one with a stated length, is cut, so that its
+   framing shows that it is not whole.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from gateway.edge.responses import error_json
-from gateway.errors import WorkerBroken, WorkerError
+from gateway.edge.responses import error_event_json
+from gateway.errors import WORKER_BUSY, WORKER_STATUS, WorkerBroken, WorkerError
 from gateway.records import Endpoint, Usage
 from gateway.upstream.connection import Taker
 from gateway.upstream.headers import BODYLESS, STATUS_LINES, AnswerFields, AnswerHead, Framing, answer_fields
-from gateway.upstream.sse import UsageEventFilter, error_event
+from gateway.upstream.sse import LAST_BYTES, StreamEnd, UsageEventFilter, error_event, stream_end
 from gateway.upstream.usage import AnswerTail
 
 _LAST_CHUNK = b"0\r\n\r\n"
+_NAMED_ERRORS = frozenset((Endpoint.MESSAGES, Endpoint.RESPONSES))
 _TABLED = 4096
 _CHUNK_HEADS = tuple(b"%x\r\n" % size for size in range(_TABLED))
 """Sizes of nearly all events; writing a hexadecimal number costs three times a look-up."""
@@ -55,19 +57,21 @@ class Relay:
     """Sink of one answer (`upstream.connection.AnswerSink`); made when its head is there."""
 
     __slots__ = (
+        "_before",
         "_chunked",
         "_endpoint",
         "_events",
         "_filter",
         "_head",
+        "_last",
         "_owner",
         "_success",
         "_tail",
         "_tells",
         "_write",
-        "busy",
         "chunks",
         "closes",
+        "fault",
         "first_byte_at",
         "last_byte_at",
         "status",
@@ -95,10 +99,15 @@ class Relay:
         if fields.transfer_coding not in (b"", b"chunked"):
             raise WorkerBroken("the worker used a transfer coding other than chunked")
         self.status = answer.status
-        self.busy = answer.is_busy
         self.chunks = 0
         self.first_byte_at: float | None = None
         self.last_byte_at: float | None = None
+        self.fault: str | None = None
+        """The code of what the worker says of itself: by its status, or by an error in its stream."""
+        if answer.status >= 500:
+            self.fault = WORKER_BUSY if answer.is_busy else WORKER_STATUS
+        self._before = self._last = b""
+        """The last bytes of a stream that has a filter, in two pieces; chunks may have their framing."""
         self._owner = owner
         self._write = write
         self._endpoint = endpoint
@@ -143,6 +152,7 @@ class Relay:
             self._owner.first_byte(now)
         self.chunks += pieces
         if self._filter is not None:
+            self._remember(data)
             data = self._filter.feed(data)
         elif self._tail is not None:
             self._tail.add(data)
@@ -161,6 +171,7 @@ class Relay:
     def _on_body_without_usage(self, data: bytes, pieces: int) -> None:
         assert self._filter is not None
         self.chunks += pieces
+        self._remember(data)
         data = self._filter.feed(data)
         if data:
             self._write(chunk(data) if self._chunked else data)
@@ -175,6 +186,8 @@ class Relay:
         # This runs for nearly every token of every stream, with cold caches each time: what is not needed is left out,
         # and callables are taken from slots before the call (CPython 3.11 does not specialise calls of slots).
         self.chunks += 1
+        self._before = self._last
+        self._last = data
         passing = self._filter
         if passing.holds or data.find(b'"usage"') >= 0 or data[-4:] != b"\n\n\r\n":  # type: ignore[union-attr]
             rest = passing.feed(data[start:-2])  # type: ignore[union-attr]
@@ -185,7 +198,14 @@ class Relay:
         write(data)
 
     def on_end(self, now: float) -> None:
-        """The worker's answer is whole: finish the client's."""
+        """The framing of the worker's answer is whole: when its last event is there too, finish the client's."""
+        if self._tells and self._success:
+            end = stream_end(self._endpoint, self._last_bytes())
+            if end is StreamEnd.CUT:
+                self.on_failure(WorkerBroken("the worker ended its stream before its answer was complete"), now)
+                return
+            if end is StreamEnd.FAILED:
+                self.fault = WorkerError.code
         self.last_byte_at = now
         rest = self._filter.finish() if self._filter is not None else b""
         if self._chunked:
@@ -199,9 +219,10 @@ class Relay:
         """The answer broke off: tell the client in the stream, or let it see that the body is cut."""
         if self._tells:
             # A half event is ended first, so that the error is an event of its own.
-            whole = self._filter is not None or self._tail is None or self._tail.ends_with(b"\n\n")
-            lead = b"" if whole else b"\n\n"
-            event = lead + error_event(error_json(error, self._endpoint), named=self._endpoint is Endpoint.MESSAGES)
+            last = self._last_bytes()
+            whole = self._filter is not None or not last or last.endswith((b"\n\n", b"\n\r\n"))
+            told = error_event_json(error, self._endpoint, last=last)
+            event = (b"" if whole else b"\n\n") + error_event(told, named=self._endpoint in _NAMED_ERRORS)
             if self._chunked:
                 event = chunk(event) + _LAST_CHUNK
             self._write(self._head + event)
@@ -211,6 +232,14 @@ class Relay:
     def on_stalled_reader(self, now: float) -> None:
         """Passed on: only the exchange can give up a client."""
         self._owner.reader_stalled(now)
+
+    def _remember(self, data: bytes) -> None:
+        self._before, self._last = b"", (self._before + self._last + data)[-LAST_BYTES:]
+
+    def _last_bytes(self) -> bytes:
+        if self._filter is not None:
+            return self._before + self._last
+        return self._tail.last() if self._tail is not None else b""
 
     # ---------------------------------------------------------------- readings
 

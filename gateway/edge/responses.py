@@ -15,6 +15,7 @@ import msgspec
 from gateway.errors import GatewayError, PayloadTooLarge
 from gateway.records import Endpoint
 from gateway.upstream.headers import STATUS_LINES
+from gateway.upstream.sse import next_sequence
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -83,6 +84,17 @@ def error_object(error: GatewayError, endpoint: Endpoint | None = None) -> dict[
 def error_json(error: GatewayError, endpoint: Endpoint | None = None) -> bytes:
     """The same as bytes."""
     return msgspec.json.encode(error_object(error, endpoint))
+
+
+def error_event_json(error: GatewayError, endpoint: Endpoint, *, last: bytes) -> bytes:
+    """What the event that ends a broken stream carries; `last` are the stream's last bytes.
+
+    Streams of `/v1/responses` have an event of their own for it: flat, numbered, and named like Anthropic's.
+    """
+    if endpoint is not Endpoint.RESPONSES:
+        return error_json(error, endpoint)
+    told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return msgspec.json.encode(told | {"sequence_number": next_sequence(last)})
 
 
 def error_headers(error: GatewayError) -> dict[str, str]:

@@ -1,19 +1,24 @@
-"""Server-sent events: the usage event that only the gateway asked for, and the event that ends a broken stream.
+"""Server-sent events: the usage event that only the gateway asked for, how a stream ended, and the event that ends a
+broken one.
 
 Rules:
 1. Events pass byte for byte; only the event with empty `choices` and a `usage` object is taken out, whole.
 2. The same bytes come out for every way the input is cut into pieces.
 3. An event is held back only while its end is missing, and at most `MAX_HELD_BYTES` of it; a longer one passes.
 4. What is still held when a stream breaks is dropped: half an event means nothing to a client (WHATWG HTML 9.2.6).
+5. Whether an answer is whole is told by its last event, not by its framing: an engine whose generation dies may well
+   end its HTTP answer properly. Chat, completions and `/generate` end with `[DONE]`; messages with `message_stop`;
+   responses with `response.completed`, `.incomplete` or `.failed`.
 """
 
 from __future__ import annotations
 
 import re
+from enum import Enum
 
 import msgspec
 
-from gateway.records import Usage
+from gateway.records import Endpoint, Usage
 from gateway.upstream.usage import WireUsage, usage_of
 
 MAX_HELD_BYTES = 65_536
@@ -23,12 +28,56 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 _BLANK_LINE_BYTES = 3
 
 
+_DONE = b"[DONE]"
+
+_LAST_TYPES = {
+    Endpoint.MESSAGES: frozenset(("message_stop", "error")),
+    Endpoint.RESPONSES: frozenset(("response.completed", "response.incomplete", "response.failed", "error")),
+}
+_ENDED_BY_DONE = frozenset((Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.GENERATE))
+
+LAST_BYTES = 8_192
+"""Enough to find the last events in. The one that ends `/v1/responses` repeats the answer and may be longer."""
+
+_EVENTS_JUDGED = 2
+"""An error that a worker tells stands last, or before `[DONE]`."""
+
+_CLIENTS_FAULT = re.compile("invalid|bad.?request|not.?found|permission|authentication|too_large", re.IGNORECASE)
+
+# A quote inside a JSON string is escaped: text of a model never matches.
+_SEQUENCE = re.compile(rb'(?<!\\)"sequence_number"[ \t]*:[ \t]*(\d{1,15})\b')
+
+
+class StreamEnd(Enum):
+    """How a stream of events ended whose framing is whole."""
+
+    WHOLE = "its last event came"
+    FAILED = "the worker told an error in it"
+    CUT = "its last event is missing"
+
+
 class _Chunk(msgspec.Struct):
     choices: list[msgspec.Raw] | None = None
     usage: WireUsage | None = None
 
 
+class _Told(msgspec.Struct):
+    """An event as far as it tells of the end. Errors: vLLM and SGLang `{"error": {"type", "code"}}`; Anthropic the same
+    with `"type": "error"`; older SGLang flat, `{"object": "error", "type", "code"}`."""
+
+    type: str | None = None
+    object: str | None = None
+    code: int | str | None = None
+    error: _Fault | None = None
+
+
+class _Fault(msgspec.Struct):
+    type: str | None = None
+    code: int | str | None = None
+
+
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_decode_told = msgspec.json.Decoder(_Told).decode
 
 
 class UsageEventFilter:
@@ -102,8 +151,78 @@ class UsageEventFilter:
 
 
 def error_event(error: bytes, *, named: bool) -> bytes:
-    """A last event that carries an error object; `named` gives it Anthropic's event name."""
+    """A last event that carries an error object; `named` gives it the event name of Anthropic and of responses."""
     return b"%bdata: %b\n\n" % (b"event: error\n" if named else b"", error)
+
+
+def next_sequence(last: bytes) -> int:
+    """The `sequence_number` behind the last one in a stream of `/v1/responses`; `last` are its last bytes."""
+    numbers = _SEQUENCE.findall(last)
+    return int(numbers[-1]) + 1 if numbers else 0
+
+
+def stream_end(endpoint: Endpoint, last: bytes) -> StreamEnd:
+    """Judge a stream by its last bytes, at least `LAST_BYTES` of them where there are as many.
+
+    Chunk sizes between events do no harm: no line of theirs begins with `data:`.
+    """
+    lines = _last_data(last)
+    if not lines:
+        # Of a last event that is longer than what was kept the type is unknown: the framing decides.
+        return StreamEnd.WHOLE if len(last) >= LAST_BYTES and endpoint in _LAST_TYPES else StreamEnd.CUT
+    done = lines[0] == _DONE
+    for line in lines[:_EVENTS_JUDGED] if done else lines[:1]:
+        if _tells_failure(line):
+            return StreamEnd.FAILED
+    if done or (endpoint not in _LAST_TYPES and endpoint not in _ENDED_BY_DONE):
+        return StreamEnd.WHOLE
+    types = _LAST_TYPES.get(endpoint)
+    told = _told(lines[0])
+    if told is None:
+        return StreamEnd.CUT
+    if _is_error(told):
+        # The request's own fault, and told as such.
+        return StreamEnd.WHOLE
+    return StreamEnd.WHOLE if types is not None and told.type in types else StreamEnd.CUT
+
+
+def _last_data(last: bytes) -> list[bytes]:
+    """What stands behind `data:` in the last lines that have it, the last one first."""
+    text = b"\n" + last
+    found: list[bytes] = []
+    end = len(text)
+    while len(found) < _EVENTS_JUDGED:
+        at = text.rfind(b"\ndata:", 0, end)
+        if at < 0:
+            break
+        stop = text.find(b"\n", at + 1)
+        found.append(text[at + 6 : stop if stop >= 0 else len(text)].strip())
+        end = at
+    return found
+
+
+def _told(line: bytes) -> _Told | None:
+    try:
+        return _decode_told(line)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _is_error(told: _Told) -> bool:
+    return told.error is not None or told.object == "error" or told.type in ("error", "response.failed")
+
+
+def _tells_failure(line: bytes) -> bool:
+    """It is an error, and not one of the request."""
+    if b"error" not in line and b"response.failed" not in line:
+        return False
+    told = _told(line)
+    if told is None or not _is_error(told):
+        return False
+    fault = told.error or _Fault(told.type, told.code)
+    if isinstance(fault.code, int):
+        return not 400 <= fault.code < 500
+    return _CLIENTS_FAULT.search(f"{fault.type} {fault.code}") is None
 
 
 def _suspect(data: bytes) -> bool:

@@ -108,10 +108,9 @@ class AnswerTail:
         if self._size > self._limit:
             self._trim()
 
-    def ends_with(self, end: bytes) -> bool:
-        """What the body so far ends with; true for an empty one."""
-        last = b"".join(self._pieces[-len(end) :])
-        return not last or last.endswith(end)
+    def last(self) -> bytes:
+        """What is kept of the end of the body so far: all of it, or at least `STREAM_TAIL_BYTES` of a stream."""
+        return b"".join(self._pieces)
 
     def usage(self) -> Usage | None:
         """Read once, at the end of a successful answer."""

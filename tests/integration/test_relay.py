@@ -190,10 +190,12 @@ async def test_events_come_one_by_one() -> None:
             event = b'data: {"n":%d}\n\n' % number
             call.events(event)
             assert await client.chunk() == event
+        call.events(DONE)
+        assert await client.chunk() == DONE
         call.end_stream()
         assert await client.chunk() == b""
         outcome = await r.outcome()
-        assert (outcome.result, outcome.chunks, outcome.status) == (Result.COMPLETED, 5, 200)
+        assert (outcome.result, outcome.chunks, outcome.status) == (Result.COMPLETED, 6, 200)
         assert outcome.ttft_s is not None
         await client.close()
 
@@ -310,13 +312,13 @@ async def test_trailers_are_no_headers_of_the_next_answer() -> None:
     trailers = b"set-cookie: sid=1\r\nx-leak: secret\r\n"
 
     def script(call: Call) -> None:
-        call.begin_stream(TOKEN)
+        call.begin_stream(TOKEN, DONE)
         call.send(b"0\r\n" + trailers + b"\r\n")
 
     async with relay(script) as r:
         for _ in range(2):
             answer = await r.ask(post(ask(stream=True)))
-            assert answer.body == TOKEN
+            assert answer.body == TOKEN + DONE
             assert not {"set-cookie", "x-leak"} & set(answer.headers)
         assert r.workers[0].accepted == 1
 
@@ -501,7 +503,7 @@ async def test_back_pressure() -> None:
         client.send(post(ask(stream=True, more=b',"stream_options":{"include_usage":true}')))
         call = await r.workers[0].call()
         call.begin_stream()
-        call.events(*[piece] * total)
+        call.events(*[piece] * total, DONE)
         call.end_stream()
         sent = -1
         # The worker's backlog stops shrinking: what is missing from it lies in four socket buffers and two transports.
@@ -511,7 +513,7 @@ async def test_back_pressure() -> None:
         assert sent > len(piece) * total // 2
         assert not r.outcomes
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
-        assert (await client.answer()).body == piece * total
+        assert (await client.answer()).body == piece * total + DONE
         assert (await r.outcome()).result is Result.COMPLETED
         await client.close()
 
@@ -603,8 +605,9 @@ async def test_draining() -> None:
         assert (refused.status, refused.headers["connection"]) == (503, "close")
         assert json.loads(refused.body)["error"]["code"] == "shutting_down"
         assert int(refused.headers["retry-after"]) >= 1
+        calls[0].events(DONE)
         calls[0].end_stream()
-        assert [await clients[0].chunk(), await clients[0].chunk()] == [TOKEN, b""]
+        assert [await clients[0].chunk() for _ in range(3)] == [TOKEN, DONE, b""]
         await until(lambda: r.edge.open_exchanges == 2)
         r.edge.cut()
         assert await clients[1].chunk() == TOKEN

@@ -16,6 +16,7 @@ from tests.integration.relay_rig import Call, RelayRig, answers, ask, both_loops
 
 OK = b'{"id":"1","choices":[]}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
 
 
 def error_of(body: bytes) -> dict[str, object]:
@@ -250,8 +251,9 @@ async def test_a_stream_may_last_as_long_as_it_moves() -> None:
             await asyncio.sleep(0.05)
             call.events(TOKEN)
             assert await client.chunk() == TOKEN
+        call.events(DONE)
         call.end_stream()
-        assert await client.chunk() == b""
+        assert [await client.chunk(), await client.chunk()] == [DONE, b""]
         await client.close()
 
 
