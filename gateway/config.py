@@ -536,6 +536,7 @@ _PLAIN_WORDS = {
     "tuple_type": "expected a list, each entry behind a `-`",
     "model_type": "expected keys, such as `port: 8000` in a section",
     "path_type": "expected a path",
+    "string_type": "expected text; on, off, yes, no and numbers are text only in quotes",
     "string_pattern_mismatch": "expected 1 to 64 letters, digits, dots, dashes or underscores",
 }
 """What pydantic says in words of its own, by type of error."""

@@ -179,8 +179,9 @@ HASHES_UNSEEDED = Kind(
 BLOCK_SIZE_WRONG = Kind(
     Severity.ERROR,
     "block_size_wrong",
-    "The block size kvgate was told is not the one of the engine's events: no block matches one of a request.",
-    "block_size {configured} is {by}, the worker's blocks have {said} tokens: no block will match",
+    "The block size kvgate was told is not the one of the engine's events: no block matches one of a request, or only "
+    "whole blocks of the engine do, where its size is a multiple.",
+    "block_size {configured} is {by}, the worker's blocks have {said} tokens: few or none match",
     "remove block_size of this worker from the configuration",
 )
 

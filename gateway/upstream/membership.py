@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from random import Random
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -341,9 +341,10 @@ class Membership:
                 return
         member.compared, member.not_compared = True, None
         self._tell(member, facts)
+        log = self._log
+        tell_as = {Severity.INFO: log.info, Severity.WARNING: log.warning, Severity.ERROR: log.error}
         for finding in facts.findings + member.differences:
-            tell = self._log.info if finding.severity is Severity.INFO else self._log.warning
-            tell("worker could serve better", worker=spec.name, **finding._asdict())
+            tell_as[finding.severity]("worker could serve better", worker=spec.name, **finding._asdict())
 
     async def _refresh(self, member: Member, facts: WorkerFacts) -> None:
         """Facts or seats have changed."""
@@ -355,7 +356,7 @@ class Membership:
             await self._stop_feeds(seat, list(seat.feeds))
         self._give_up(member, gone)
         self._take_seats(member, facts)
-        member.facts = facts
+        before, member.facts = member.facts, facts
         self._tell(member, facts)
         self._fit_block_sizes()
         for seat in member.seats.values():
@@ -364,7 +365,14 @@ class Membership:
             self._start_feeds(seat, [source for source in events if source not in seat.feeds])
         if member.poller is not None:
             member.poller.workers = member.by_rank()
-        self._log.info("worker changed", worker=member.spec.name, models=list(facts.models), version=facts.version)
+        changed = [fact.name for fact in fields(facts) if getattr(facts, fact.name) != getattr(before, fact.name, None)]
+        self._log.info(
+            "worker changed",
+            worker=member.spec.name,
+            changed=changed,
+            models=list(facts.models),
+            version=facts.version,
+        )
 
     def _tell(self, member: Member, facts: WorkerFacts) -> None:
         """What is known of a server, to each of its workers."""

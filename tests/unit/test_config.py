@@ -75,6 +75,7 @@ def test_nested_environment_and_json_lists() -> None:
         ("auth: {keys: [{tenant: 'a b', key: kvg-0123456789abcdefghij}]}", "auth.keys.0.tenant: expected 1 to 64"),
         ("auth: {keys: [{tenan: a, key: kvg-0123456789abcdefghij}]}", "auth.keys.0.tenan: unknown key; did you mean"),
         ("auth: {keys: [{tenant: a, hash: abc, requests_per_minute: 0}]}", "auth.keys.0.requests_per_minute: "),
+        ("workers: [{url: 'http://a:1', name: off}]", "workers.0.name: expected text; on, off, yes, no"),
         ("workers: [{url: 'ftp://a'}]", "is no worker URL"),
         ("workers: [{url: 'http://a:1', kv_events: 'a:5557'}]", "expected `auto`, `off` or an endpoint"),
         ("workers: [{url: 'http://a:1', name: w}, {url: 'http://b:1', name: w}]", "'w' is used twice"),
