@@ -20,6 +20,7 @@ from typing import Final
 
 from gateway.keys import chain, with_extra
 from gateway.kv.events import KvEvent, Removed, Stored
+from gateway.kv.offload import MAX_FLEETING, MOST_EXCESS
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.records import BlockKey, EngineHash, Tier
 
@@ -102,13 +103,18 @@ class Placement:
         self.now = now
         for worker in workers:
             for table in worker.ranks.values():
-                for tier, lifetimes in enumerate(table.lifetimes):
-                    for engine_hash in islice(lifetimes.over(now), most):
-                        most -= 1
-                        if engine_hash in table.held[tier]:
-                            self.let_go(worker, table, tier, engine_hash)
-                        while table.remove_orphan_copy(engine_hash, tier):
-                            pass
+                for tier in range(len(TIERS)):
+                    most -= self._end(worker, table, tier, most)
+
+    def _end(self, worker: WorkerTable, table: RankTable, tier: int, most: int) -> int:
+        """At most so many blocks whose life is over go. Returns how many."""
+        over = table.lifetimes[tier].over(self.now, most)
+        for engine_hash in over:
+            if engine_hash in table.held[tier]:
+                self.let_go(worker, table, tier, engine_hash)
+            while table.remove_orphan_copy(engine_hash, tier):
+                pass
+        return len(over)
 
     # ------------------------------------------------------------------ stores
 
@@ -120,7 +126,10 @@ class Placement:
         tier = 0 if event.tier is _GPU else TIER_INDEX[event.tier]
         tokens = event.tokens
         if event.fleeting:
-            table.lifetimes[tier].announced(hashes, self.now + self.lifetime_s)
+            lifetimes = table.lifetimes[tier]
+            lifetimes.announced(hashes, self.now + self.lifetime_s)
+            if len(lifetimes) > MAX_FLEETING + MOST_EXCESS:
+                self._end(worker, table, tier, MOST_EXCESS)
         if not tokens or (tier and worker.counted and not event.keyed and not _own_names(event)):
             self._join(worker, table, event, tier, tally)
             return

@@ -13,7 +13,8 @@ One of each for every rank. Both are bounded by the blocks the rank holds, and b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
+from itertools import islice
 from math import gcd
 from typing import Final
 
@@ -24,6 +25,9 @@ MAX_CHUNK: Final = 256
 
 MAX_FLEETING: Final = 1_000_000
 """Blocks with a life time, a rank: 100 MB at worst. The oldest end early for newer ones."""
+
+MOST_EXCESS: Final = 4096
+"""How far a flood of announcements may pass that before the oldest are ended: some 5 ms of work at once."""
 
 _RECENT_RUNS: Final = 64
 """Stores remembered until it is known whether the rank offloads in chunks: its first chunk is announced a few steps
@@ -173,12 +177,16 @@ class Lifetimes:
         """It is gone already."""
         self._ends.pop(engine_hash, None)
 
-    def over(self, now: float) -> Iterator[EngineHash]:
-        """The blocks that end now, each forgotten as it is taken; those beyond the limit among them."""
+    def over(self, now: float, most: int) -> list[EngineHash]:
+        """At most so many blocks that end now, those beyond the limit among them; they are forgotten."""
         ends = self._ends
-        while ends:
-            engine_hash = next(iter(ends))
-            if ends[engine_hash] > now and len(ends) <= MAX_FLEETING:
-                return
+        excess = len(ends) - MAX_FLEETING
+        gone: list[EngineHash] = []
+        # One walk for all: each walk passes what was deleted before it, so one for each block would take their square.
+        for engine_hash, end in islice(ends.items(), most):
+            if end > now and len(gone) >= excess:
+                break
+            gone.append(engine_hash)
+        for engine_hash in gone:
             del ends[engine_hash]
-            yield engine_hash
+        return gone

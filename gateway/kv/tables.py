@@ -13,7 +13,7 @@ These are plain tables; `gateway.kv.ingest` keeps them and the masks of the inde
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -83,10 +83,10 @@ class RankTable:
         self.heads: list[dict[EngineHash, tuple[BlockKey, ...]]] = [{}, {}, {}, {}]
         self.chunks = Chunks()
         self.lifetimes = [Lifetimes() for _ in TIERS]
-        self.orphans: dict[EngineHash, Orphan] = {}
+        self.orphans: OrderedDict[EngineHash, Orphan] = OrderedDict()  # finds the oldest at once, a plain one does not
         self.placeholders = 0
         self.let_go = 0
-        self._children: dict[EngineHash, list[EngineHash]] = {}
+        self._children: dict[EngineHash, dict[EngineHash, None]] = {}  # removals come in any order
         self.usual_kinds: dict[int | None, str] = {} if below is None else below.usual_kinds
         self._groups: dict[int | None, bool] = {} if below is None else below._groups
         self._orphan_limit = orphan_limit
@@ -149,7 +149,7 @@ class RankTable:
         if orphan.tokens is None and packed is not None and parent is not None:
             orphan.parent, orphan.tokens, orphan.extra = parent, packed, extra
             self.placeholders -= 1
-            self._children.setdefault(parent, []).append(engine_hash)
+            self._children.setdefault(parent, {})[engine_hash] = None
         orphan.copies[tier] = orphan.copies[tier] + 1 if counted else 1
         return dropped
 
@@ -163,7 +163,7 @@ class RankTable:
             return orphan
         siblings = self._children.get(orphan.parent)
         if siblings is not None:
-            siblings.remove(engine_hash)
+            del siblings[engine_hash]
             if not siblings:
                 del self._children[orphan.parent]
         return orphan
@@ -196,7 +196,7 @@ class RankTable:
             self.heads[tier] = {}
             self.lifetimes[tier] = Lifetimes()
         self.chunks.clear()
-        self.orphans = {}
+        self.orphans = OrderedDict()
         self.placeholders = 0
         self.let_go = 0
         self._children = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 import tracemalloc
 from collections.abc import Sequence
 
@@ -269,6 +270,26 @@ def test_orphans_are_bounded_and_the_oldest_go_first() -> None:
     apply(index, A, store([20_999], [5, 6, 7, 8]), store([20_000], [6, 6, 7, 8]))
     assert held(index, request([5, 6, 7, 8, *tokens(1, start=999)]), A) == 2
     assert held(index, request([6, 6, 7, 8, *tokens(1)]), A) == 1
+
+
+def test_orphans_of_one_parent_go_in_any_order_at_the_same_cost() -> None:
+    """A prompt that all conversations share, whose head was missed: each of them waits for it."""
+
+    def cost(order: Sequence[int]) -> float:
+        index = KvIndex()
+        index.bind(A, block_size=SIZE)
+        for name in range(16_000):
+            apply(index, A, store([name], tokens(1, start=name), parent=20_000))
+        spent = []
+        for first in range(0, 5000, 500):
+            began = time.process_time()
+            apply(index, A, removed(*order[first : first + 500]))
+            spent.append(time.process_time() - began)
+        assert index.stats().orphans == 11_000
+        return min(spent)
+
+    oldest_first = range(16_000)
+    assert cost(oldest_first[::-1]) < 20 * cost(oldest_first)
 
 
 def test_orphans_never_reach_another_rank_or_worker(index: KvIndex) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from gateway.keys import chain, namespace
 from gateway.kv.events import Cleared, KvEvent, Removed, Stored
 from gateway.kv.index import KvIndex
-from gateway.kv.offload import MAX_FLEETING, Chunks, Lifetimes
+from gateway.kv.offload import MAX_FLEETING, MOST_EXCESS, Chunks, Lifetimes
 from gateway.records import Chain, EngineHash, EngineKind, PrefixBlocks, Slot, Tier
 
 SIZE = 4
@@ -234,8 +235,34 @@ def test_blocks_on_gpu_stay(index: KvIndex) -> None:
 def test_lifetimes_are_bounded() -> None:
     lifetimes = Lifetimes()
     lifetimes.announced([EngineHash(name) for name in range(MAX_FLEETING + 5)], 60.0)
-    assert list(lifetimes.over(0.0)) == [0, 1, 2, 3, 4]
+    assert lifetimes.over(0.0, 3) == [0, 1, 2]
+    assert lifetimes.over(0.0, 100) == [3, 4]
+    assert lifetimes.over(0.0, 100) == []
     assert len(lifetimes) == MAX_FLEETING
+
+
+def test_a_flood_of_names_nobody_knows_does_not_outrun_the_bound(index: KvIndex) -> None:
+    most = 0
+    for first in range(0, MAX_FLEETING * 5 // 4, 1000):
+        apply(index, Stored(hashes(*range(first, first + 1000)), None, [], 0, Tier.CPU, fleeting=True))
+        most = max(most, index.stats().estimated_bytes)
+    entry_bytes, waiting_bytes = 100, 8_000_000
+    assert most < (MAX_FLEETING + MOST_EXCESS) * entry_bytes + waiting_bytes
+
+
+def test_every_slice_of_an_expiry_costs_the_same(index: KvIndex) -> None:
+    """Not the more, the more were ended before it."""
+    for first in range(0, 200_000, 1000):
+        names = hashes(*range(first, first + 1000))
+        parent = EngineHash(first - 1) if first else None
+        apply(index, Stored(names, parent, tokens(1000), SIZE, Tier.DISK, keyed=True, fleeting=True))
+    cost = []
+    while index.resident(A, Tier.DISK):
+        began = time.process_time()
+        index.expire(61.0)
+        cost.append(time.process_time() - began)
+    assert len(cost) == 40
+    assert min(cost[20:]) < 6 * max(cost[:3])
 
 
 # ---------------------------------------------------------------- LMCache and Mooncake
