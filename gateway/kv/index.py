@@ -207,20 +207,26 @@ class KvIndex:
         for _ in self.ending_preview(slot, rank):
             pass
 
-    def ending_preview(self, slot: Slot, rank: int, *, most: int | None = None) -> Generator[int, None, None]:
-        """`end_preview` in steps, as `purging` does it."""
+    def ending_preview(
+        self, slot: Slot, rank: int, *, most: int | None = None, keep_shown: bool = False
+    ) -> Generator[int, None, None]:
+        """`end_preview` in steps, as `purging` does it; those in which blocks come back that were hidden yield 0. With
+        `keep_shown` there are no others: the next `apply` needs them back, and else does it at once."""
         worker = self._workers.get(slot)
         preview = None if worker is None else worker.previews.get(rank)
         if worker is None or preview is None:
             return
-        preview.put_back(self._placement, worker)
         try:
-            while any(preview.over.held):
+            while preview.put_back(self._placement, worker, most):
+                yield 0
+            while not keep_shown and any(preview.over.held):
                 yield self._placement.purge(worker, preview.over, most)
         finally:
-            self._placement.purge(worker, preview.over)
-            if worker.previews.get(rank) is preview:
-                del worker.previews[rank]
+            preview.put_back(self._placement, worker)
+            if not keep_shown:
+                self._placement.purge(worker, preview.over)
+                if worker.previews.get(rank) is preview:
+                    del worker.previews[rank]
             if self._workers.get(slot) is worker:
                 self._weigh(worker)
 

@@ -48,13 +48,15 @@ class Preview:
             elif type(event) is Removed and self._table.measures(event.group, None):
                 self._remove(placement, worker, event, tally)
 
-    def put_back(self, placement: Placement, worker: WorkerTable) -> None:
-        """Undo what was hidden, the last first."""
+    def put_back(self, placement: Placement, worker: WorkerTable, most: int | None = None) -> bool:
+        """Undo what was hidden, the last first, at most so many copies of blocks. False when nothing was."""
         tally = Tally()
-        while self._hidden:
+        some = bool(self._hidden)
+        for _ in range(len(self._hidden) if most is None else min(most, len(self._hidden))):
             hidden = self._hidden.pop()
             placement.place(worker, self._table, hidden.tier, hidden.engine_hash, hidden.keys, tally)
             self._table.chunks.put_back(hidden.engine_hash, hidden.parent)
+        return some
 
     def _remove(self, placement: Placement, worker: WorkerTable, event: Removed, tally: Tally) -> None:
         tier = TIER_INDEX[event.tier]

@@ -154,6 +154,7 @@ class KvFeed:
         self._purging: Generator[int, None, None] | None = None
         self._doing: tuple[_Lane, Apply | Preview, Iterator[KvEvent]] | None = None
         self._begun: deque[Generator[int, None, None]] = deque()  # purges that somebody else has begun
+        self._previewed: set[int] = set()  # ranks with a preview
         self._wanted: deque[_Wish] = deque(maxlen=_MAX_WANTED)
         self._running = False
         self._wake = asyncio.Event()
@@ -353,9 +354,17 @@ class KvFeed:
 
     def _execute(self, lane: _Lane, action: Action) -> None:
         match action:
-            case Apply() | Preview():
+            case Apply():
+                if lane.rank in self._previewed:
+                    self._purging = self._index.ending_preview(
+                        self.slot, lane.rank, most=self._limits.turn_blocks, keep_shown=True
+                    )
+                self._decode(lane, action)
+            case Preview():
+                self._previewed.add(lane.rank)
                 self._decode(lane, action)
             case EndPreview():
+                self._previewed.discard(lane.rank)
                 self._purging = self._index.ending_preview(self.slot, lane.rank, most=self._limits.turn_blocks)
             case Purge():
                 self._purging = self._index.purging(self.slot, lane.rank, most=self._limits.turn_blocks)

@@ -117,3 +117,42 @@ def test_a_purge_and_a_release_take_what_is_shown_along() -> None:
     index.preview(A, 0, [store(3, 5), remove(0)])
     index.release(A)
     assert index.stats().keys == 0
+
+
+OTHER = Stored([EngineHash(100), EngineHash(101)], None, list(range(900, 900 + 2 * SIZE)), SIZE, keyed=True)
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 100])
+def test_it_ends_in_steps_and_at_once_when_stopped(stop_after: int) -> None:
+    index, plain = made(store(0, 4)), made(store(0, 4))
+    before = content(index)
+    index.preview(A, 0, [remove(3), remove(2), remove(1), OTHER])
+    assert (held(index), index.resident(A, Tier.GPU)) == (1, 3)
+    steps = index.ending_preview(A, 0, most=1)
+    taken = sum(1 for _ in zip(range(stop_after), steps, strict=False))
+    steps.close()
+    assert taken == min(stop_after, 3 + 2)
+    assert content(index) == before
+    for one in (index, plain):
+        one.apply(A, 0, [remove(3), OTHER])
+    assert content(index) == content(plain)
+
+
+def test_what_was_hidden_comes_back_in_steps_and_what_is_shown_stays() -> None:
+    index = made(store(0, 4))
+    index.preview(A, 0, [remove(3), remove(2), OTHER])
+    assert len(list(index.ending_preview(A, 0, most=1, keep_shown=True))) == 2
+    assert (held(index), index.resident(A, Tier.GPU)) == (4, 6)
+    index.end_preview(A, 0)
+    assert (held(index), index.resident(A, Tier.GPU)) == (4, 4)
+
+
+def test_a_purge_in_steps_ends_a_preview_in_steps() -> None:
+    index = made(store(0, 4))
+    index.preview(A, 0, [remove(3), OTHER])
+    steps = 0
+    for _ in index.purging(A, 0, most=1):
+        steps += 1
+        assert held(index) == 0
+    assert steps == 1 + 2 + 4
+    assert content(index) == content(made())
