@@ -77,7 +77,8 @@ class AdminViews:
     `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises ProbeFailed),
     `remove_worker` returns once no new request can go there. `members` are the names in use, also of workers that have
     not joined yet. `config` is the configuration with secrets masked. `affinity_header` (lower case) and
-    `affinity_field` are where a session id is read. `own_names`: the port may be asked by address or as localhost only.
+    `affinity_field` are where a session id is read. `own_names`: the port may be asked by address or as localhost only;
+    `tenant_salt`: tenants have cache salts.
     """
 
     router: Router
@@ -92,6 +93,7 @@ class AdminViews:
     clock: Callable[[], float]
     token: str | None = field(default=None, repr=False)
     own_names: bool = False
+    tenant_salt: bool = False
     affinity_header: str = "x-session-id"
     affinity_field: str | None = None
     max_body_bytes: int = 67_108_864
@@ -213,8 +215,9 @@ def _deciding(views: AdminViews) -> APIRouter:
         "/admin/explain",
         openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
     )
-    async def explain(request: Request, path: str = Endpoint.CHAT.value) -> DecisionAnswer:
-        """Where the inference body sent here would go, and every worker's terms. Nothing is run or reserved."""
+    async def explain(request: Request, path: str = Endpoint.CHAT.value, tenant: str | None = None) -> DecisionAnswer:
+        """Where the inference body sent here would go, and every worker's terms. Nothing is run or reserved. `tenant`:
+        whose request it is, where tenants have cache salts of their own."""
         try:
             endpoint = Endpoint(path)
         except ValueError as error:
@@ -228,6 +231,8 @@ def _deciding(views: AdminViews) -> APIRouter:
             request_id="explain",
             session=request.headers.get(views.affinity_header),
             affinity_field=views.affinity_field,
+            tenant=tenant,
+            salted=views.tenant_salt,
         )
         asked = await asyncio.to_thread(parse)  # a long body takes a while
         pool = views.router.pool(asked.model)

@@ -113,6 +113,9 @@ def explain(
     ] = None,
     path: Annotated[str, typer.Option(help="Inference path the body is for.")] = "/v1/chat/completions",
     session: Annotated[str | None, typer.Option(help="Session id, as x-session-id would carry it.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Whose request it is, where tenants have cache salts of their own.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the decision as JSON.")] = False,
     config: ConfigOption = None,
 ) -> None:
@@ -134,7 +137,14 @@ def explain(
         headers[settings.routing.affinity.header] = session
     admin = admin or f"http://{settings.server.admin_host}:{settings.server.admin_port}"
     raise typer.Exit(
-        run(text, admin=admin if "://" in admin else f"http://{admin}", path=path, headers=headers, as_json=as_json)
+        run(
+            text,
+            admin=admin if "://" in admin else f"http://{admin}",
+            path=path,
+            tenant=tenant,
+            headers=headers,
+            as_json=as_json,
+        )
     )
 
 

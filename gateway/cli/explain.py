@@ -14,12 +14,12 @@ _TIMEOUT_S = 30.0
 _PIPE_COLUMNS = 140
 
 
-def run(body: bytes, *, admin: str, path: str, headers: dict[str, str], as_json: bool) -> int:
+def run(body: bytes, *, admin: str, path: str, tenant: str | None, headers: dict[str, str], as_json: bool) -> int:
     """Post `body` to `/admin/explain`; print the decision. The exit code: 0, or 1 when the gateway refuses it."""
     try:
         answer = httpx.post(
             f"{admin.rstrip('/')}/admin/explain",
-            params={"path": path},
+            params={"path": path} | ({"tenant": tenant} if tenant is not None else {}),
             content=body,
             headers=headers,
             timeout=_TIMEOUT_S,

@@ -349,6 +349,7 @@ class Gateway:
             ready=self.readiness,
             clock=self.clock,
             token=token.get_secret_value() if token is not None else None,
+            tenant_salt=settings.auth.tenant_salt,
             own_names=token is None and not settings.auth.admin_open,
             affinity_header=settings.routing.affinity.header.lower(),
             affinity_field=settings.routing.affinity.body_field,

@@ -23,7 +23,7 @@ from gateway.edge.auth import InvalidKey
 from gateway.records import Result
 from gateway.runtime.access import KeysInForce
 from gateway.sim.releases import Dialect
-from tests.integration.relay_rig import PATIENCE_S, RelayRig, answers, ask, both_loops, post, relay, until
+from tests.integration.relay_rig import PATIENCE_S, RelayRig, answers, ask, both_loops, post, relay, silent, until
 from tests.integration.rig import Rig, fast, rig
 from tests.integration.test_gateway import chat
 
@@ -82,6 +82,20 @@ async def test_without_a_key_no_body_is_read() -> None:
         client.send(b"x" * 1_000_000)
         assert (await rig.outcome()).result is Result.REFUSED
         assert rig.quiet()
+
+
+@both_loops
+async def test_a_request_without_a_key_waits_for_its_turn() -> None:
+    """Behind one that is served on the same connection."""
+    async with relay(silent, keys=keys()) as rig:
+        client = await rig.client()
+        client.send(post(ask(), headers=[BEARER]) + post(ask()) + post(ask(), headers=[BEARER]))
+        (await rig.workers[0].call()).plain(OK)
+        assert (await client.answer()).body == OK
+        assert (await client.answer()).status == 401
+        assert await client.rest() == b""
+        assert len(rig.workers[0].calls) == 1
+        await until(rig.quiet)
 
 
 async def test_models_are_shown_to_whom_they_are_allowed() -> None:
@@ -268,6 +282,10 @@ async def test_tenants_share_no_cache_and_predictions_stay_exact(dialect: str) -
         predicted, delivered = _cached(again)
         assert predicted == delivered > usage["prompt_tokens"] - 64
         assert _cached(await _chat(r, OTHER)) == (0, 0), "another tenant finds nothing"
+        for tenant, overlap in (("a", predicted), ("nobody", 0), (None, 0)):
+            params = {} if tenant is None else {"tenant": tenant}
+            shown = await r.http.post(r.ports.admin_url + "/admin/explain", params=params, json=chat("hi"))
+            assert shown.json()["available_tokens"] == overlap
         own = chat("hi", cache_salt="mine")
         assert _cached(await _chat(r, KEY, own)) == (0, 0), "a client's own salt still separates"
         await until(lambda: r.gateway.index.stats().speculative == 0)

@@ -311,6 +311,17 @@ class Rigged:
         return await cached(self, chat("hi"))  # type: ignore[arg-type]
 
 
+async def test_a_client_that_never_says_hello_is_cut(server: Signed) -> None:
+    tls = {"cert": str(server.cert), "key": str(server.key)}
+    async with rig(0, settings={"server": {"tls": tls, "header_timeout_s": 0.2}}, wait=False) as r:
+        port = int(r.ports.url.rsplit(":", 1)[1])
+        for said in (b"", post(ask())):
+            client = await RawClient.connect(port)
+            client.send(said)
+            assert b"HTTP/" not in await client.rest()
+            await client.close()
+
+
 # --------------------------------------------------------------------------- files
 
 
