@@ -47,7 +47,8 @@ def namespace(adapter: str | None = None, salt: str | None = None) -> BlockKey:
 def chain(seed: BlockKey, tokens: Sequence[int], block_size: int) -> list[BlockKey]:
     """Keys of the full blocks of `tokens` that follow the block (or namespace) `seed`.
 
-    A rest shorter than `block_size` is left out. Raises ValueError for a negative token or one above 64 bits.
+    A rest shorter than `block_size` is left out. Raises ValueError for a negative token or one above 64 bits, TypeError
+    for what is no number.
     """
     if len(tokens) == block_size:  # engines that do not merge events: half the time of what follows
         try:
@@ -96,7 +97,7 @@ def _chain_wide(seed: BlockKey, tokens: Sequence[int], block_size: int) -> list[
             raw = _u32(block)
         except OverflowError:
             try:
-                raw = _WIDE + b"".join(t.to_bytes(8, "little") for t in block)
+                raw = _WIDE + b"".join(int.to_bytes(t, 8, "little") for t in block)
             except OverflowError as error:
                 raise ValueError("token ids are whole numbers from 0 to 2**64 - 1") from error
         parent = xxh3_64_intdigest(parent.to_bytes(8, "little") + raw)

@@ -405,7 +405,9 @@ def test_block_sizes_that_do_not_fit_are_an_identity_problem(index: KvIndex, siz
     assert index.stats().ignored[A] == {"block_size": 1}
 
 
-@pytest.mark.parametrize("ids", [[1, 2, 3], [1, 2, 3, -4], [1, 2, 3, 4.5], [1, 2, 3, None], [1, 2, 3, 2**64]])
+@pytest.mark.parametrize(
+    "ids", [[2**40, 1.5, 2, 3], [1, 2, 3], [1, 2, 3, -4], [1, 2, 3, 4.5], [1, 2, 3, None], [1, 2, 3, 2**64]]
+)
 def test_tokens_that_are_none_cost_their_event_only(index: KvIndex, ids: list[int]) -> None:
     for parent in (None, 77):
         applied = apply(index, A, store([1], ids, parent=parent), store([2], tokens(1)))
