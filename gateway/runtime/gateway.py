@@ -330,6 +330,7 @@ class Gateway:
             membership=self.membership,
             upstream=self.upstream,
             tokenizing=self.tokenizing,
+            supervisor=self.supervisor,
             clock=self.clock,
         )
         process = CollectorRegistry()

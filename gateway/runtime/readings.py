@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from gateway.kv import KvIndex
 from gateway.pool import Breaker, Fleet, WorkerState
 from gateway.records import Tier
+from gateway.runtime.supervisor import Supervisor
 from gateway.telemetry import FeedReading, IndexReading, PoolReading, WorkerReading
 from gateway.upstream.http import Upstream
 from gateway.upstream.members import Seat
@@ -32,6 +33,7 @@ class GatewayReadings:
         membership: Membership,
         upstream: Upstream,
         tokenizing: EngineTokenizing,
+        supervisor: Supervisor,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -39,6 +41,7 @@ class GatewayReadings:
         self._membership = membership
         self._upstream = upstream
         self._tokenizing = tokenizing
+        self._supervisor = supervisor
         self._clock = clock
 
     def workers(self) -> Iterable[WorkerReading]:
@@ -99,6 +102,10 @@ class GatewayReadings:
             learned_dropped=stats.approximate.dropped,
             tokens_asked=self._tokenizing.results,
         )
+
+    def task_restarts(self) -> int:
+        """Failures of background tasks since the start."""
+        return self._supervisor.restarts
 
 
 def _feed_reading(seat: Seat, now: float) -> FeedReading:

@@ -47,6 +47,7 @@ class Exposition:
         page.family(m.INDEX_TRUNCATED, [((), index.truncated)])
         page.family(m.INDEX_LEARNED_DROPPED, [((reason,), n) for reason, n in index.learned_dropped.items()])
         page.family(m.TOKENIZE_QUESTIONS, [((result,), n) for result, n in index.tokens_asked.items()])
+        page.family(m.TASK_RESTARTS, [((), self._readings.task_restarts())])
         _write_feeds(page, list(self._readings.feeds()))
         return page.text() + generate_latest(self._process)
 

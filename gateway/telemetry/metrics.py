@@ -189,6 +189,12 @@ TOKENIZE_QUESTIONS = _spec(
     ("result",),
     "Prompts whose token ids an engine was asked for: told, failed, skipped, pushed_out.",
 )
+TASK_RESTARTS = _spec(
+    "task_restarts_total",
+    Kind.COUNTER,
+    (),
+    "Background tasks that failed and were started again; the log has each one's name and traceback.",
+)
 KV_EVENTS = _spec("kv_events_total", Kind.COUNTER, ("worker", "type"), "KV events received, by type.")
 KV_EVENT_GAPS = _spec("kv_event_gaps_total", Kind.COUNTER, ("worker",), "Gaps in the sequence of event messages.")
 KV_EVENT_REPLAYS = _spec(
@@ -283,6 +289,7 @@ METRICS: tuple[MetricSpec, ...] = (
     INDEX_LEARNED,
     INDEX_LEARNED_DROPPED,
     TOKENIZE_QUESTIONS,
+    TASK_RESTARTS,
     KV_EVENTS,
     KV_EVENT_GAPS,
     KV_EVENT_REPLAYS,

@@ -124,3 +124,7 @@ class Readings(Protocol):
     def index(self) -> IndexReading:
         """The index."""
         ...
+
+    def task_restarts(self) -> int:
+        """Failures of background tasks since the start."""
+        ...

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.edge import EdgeLimits
-from gateway.keys import BlockKey
-from gateway.records import Chain, PrefixBlocks, Result
+from gateway.records import BlockKey, Chain, PrefixBlocks, Result
 from tests.integration.relay_rig import Call, RelayRig, answers, ask, both_loops, post, relay, silent, until
 
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
@@ -29,7 +28,7 @@ class Cutter:
         self._at = at
         self._act = act
 
-    def factory(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **more: Any) -> Any:
+    def factory(self, loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:
         """For `loop.set_task_factory`."""
         if coro.__qualname__ == "Exchange._run":
             coro = _awaited(_watched(coro, self._waits))

@@ -136,6 +136,9 @@ class Readings:
         self.workers, self.feeds, self.index = gateway.workers, gateway.feeds, gateway.index_reading
         self.pools = gateway.pools
 
+    def task_restarts(self) -> int:
+        return 3
+
 
 @contextlib.asynccontextmanager
 async def admin(

@@ -149,6 +149,91 @@ def test_open_streams_finish_after_sigterm(tmp_path: Path) -> None:
         assert gateway.wait(PATIENCE_S) == 0
 
 
+def _streams(stack: ExitStack, url: str, count: int, tokens: int) -> list[Iterator[str]]:
+    """The lines of streams that have all begun."""
+    client = stack.enter_context(httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None)))
+    begun = []
+    for number in range(count):
+        body = {"model": "demo", "prompt": [400 + number] * 64, "max_tokens": tokens, "stream": True}
+        lines = stack.enter_context(client.stream("POST", f"{url}/v1/completions", json=body)).iter_lines()
+        assert next(lines).startswith("data: ")
+        begun.append(lines)
+    return begun
+
+
+def _gateway_and_engines(
+    stack: ExitStack, tmp_path: Path, *, engines: int
+) -> tuple[subprocess.Popen[bytes], list[subprocess.Popen[bytes]], str, Path]:
+    processes, workers = [], []
+    for number in range(engines):
+        engine_log = tmp_path / f"engine{number}.log"
+        processes.append(stack.enter_context(running("engine", "--port", "0", log=engine_log)))
+        workers += ["--worker", found(engine_log, r"at (http://\S+),")]
+    log = tmp_path / "serve.log"
+    gateway = stack.enter_context(running("serve", *workers, "--port", "0", "--admin-port", "0", log=log))
+    url = found(log, r'"url":"([^"]+)')
+    eventually(ready(url))
+    return gateway, processes, url, log
+
+
+def test_fifty_streams_finish_while_nothing_new_is_taken(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        gateway, _, url, log = _gateway_and_engines(stack, tmp_path, engines=2)
+        streams = _streams(stack, url, 50, tokens=150)
+        gateway.send_signal(signal.SIGTERM)
+        found(log, r'"event":"(draining)')
+        assert httpx.get(f"{url}/ready").status_code == 503
+        assert httpx.get(f"{url}/health").status_code == 200
+        refused = httpx.post(f"{url}/v1/chat/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(refused.headers["retry-after"]) >= 1
+        for lines in streams:
+            text = [line for line in lines if line]
+            assert text[-1] == "data: [DONE]"
+            assert not any('"error":' in line for line in text)
+        assert gateway.wait(PATIENCE_S) == 0
+        last = json.loads(log.read_text().splitlines()[-1])
+        assert (last["event"], last["open_leases"]) == ("stopped", 0)
+
+
+def test_a_second_signal_forces_the_end(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        gateway, _, url, log = _gateway_and_engines(stack, tmp_path, engines=1)
+        streams = _streams(stack, url, 1, tokens=2000)
+        gateway.send_signal(signal.SIGTERM)
+        found(log, r'"event":"(draining)')
+        assert gateway.poll() is None
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(PATIENCE_S) == -signal.SIGTERM
+        with pytest.raises(httpx.TransportError):
+            list(streams[0])
+
+
+def test_a_killed_worker_takes_its_own_streams_only(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        gateway, engines, url, log = _gateway_and_engines(stack, tmp_path, engines=2)
+        streams = _streams(stack, url, 20, tokens=150)
+        engines[0].kill()
+        ends = []
+        for lines in streams:
+            text = [line for line in lines if line]
+            ends.append(text[-1])
+        broken = [json.loads(end[6:])["error"]["code"] for end in ends if end != "data: [DONE]"]
+        assert set(broken) == {"worker_broken"}
+        assert 0 < len(broken) < len(ends)
+        admin = found(log, r'"admin":"([^"]+)')
+        for _ in range(5):
+            assert httpx.post(f"{url}/v1/chat/completions", json=BODY).status_code == 200
+        metrics = httpx.get(f"{admin}/metrics").text
+        for name in ("accounting_drift", "worker_inflight_requests", "worker_inflight_tokens"):
+            values = re.findall(rf"^kvgate_{name}\{{.*\}} (\S+)$", metrics, re.MULTILINE)
+            assert values
+            assert {float(value) for value in values} == {0.0}
+        assert "kvgate_task_restarts_total 0" in metrics
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(PATIENCE_S) == 0
+
+
 def test_demo_prints_figures(tmp_path: Path) -> None:
     done = subprocess.run(
         [*KVGATE, "demo", "--duration", "6", "--engines", "2", "--dialect", "mixed", "--json"],

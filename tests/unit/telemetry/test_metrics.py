@@ -71,6 +71,9 @@ class Numbers:
     def pools(self) -> Iterable[PoolReading]:
         return [PoolReading("llama", 2, True, 3)]
 
+    def task_restarts(self) -> int:
+        return 3
+
     def index(self) -> IndexReading:
         return self._index
 
