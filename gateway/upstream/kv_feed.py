@@ -51,6 +51,9 @@ _RECEIVE_LIMIT: Final = 20_000
 # Payloads above this are decoded event by event, as they are applied: some 2 ms at once.
 _LARGE_BYTES: Final = 128 * 1024
 
+# A block of more tokens counts as several: up to 4 keys of 16 tokens in each are as cheap as one of 64.
+_BLOCK_TOKENS: Final = 64
+
 _MAX_OTHER_RANKS: Final = 64
 _MAX_WANTED: Final = 16
 
@@ -399,8 +402,8 @@ class KvFeed:
             match event:
                 case Stored():
                     kinds["stored"] += counted
-                    if len(event.hashes) > most:
-                        yield from in_parts(event, most)
+                    if _cost(event) > most:
+                        yield from in_parts(event, max(1, most * len(event.hashes) // _cost(event)))
                         continue
                 case Removed():
                     kinds["removed"] += counted
@@ -428,7 +431,7 @@ class KvFeed:
                     )
                     break
                 continue  # a preview shows no clear
-            blocks += len(event.hashes)
+            blocks += _cost(event)
             events.append(event)
             if blocks >= self._limits.turn_blocks:
                 break
@@ -490,6 +493,12 @@ class KvFeed:
         if self._replay is not None:
             self._replay.close(linger=0)
             self._replay = None
+
+
+def _cost(event: Stored | Removed) -> int:
+    """What applying it costs, in usual blocks: large ones may stand for many keys each."""
+    blocks = len(event.hashes)
+    return blocks if isinstance(event, Removed) else max(blocks, len(event.tokens) // _BLOCK_TOKENS)
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:

@@ -215,6 +215,24 @@ async def test_a_flood_leaves_the_loop_to_others() -> None:
             assert passes >= 20
 
 
+async def test_blocks_that_stand_for_many_keys_are_applied_a_few_at_a_time() -> None:
+    keys, blocks = 512, 40
+    event = stored(1) | {
+        "block_hashes": list(range(1, blocks + 1)),
+        "token_ids": list(range(blocks * keys * SIZE)),
+        "block_size": keys * SIZE,
+    }
+    with engine() as publisher:
+        publisher.publish(event)
+        async with following(publisher.source(), turns=TurnLimits(turn_s=0.0, turn_blocks=100)) as (feed, index):
+            seen = set()
+            while not feed.caught_up:
+                await asyncio.sleep(0)
+                seen.add(index.resident(WORKER, Tier.GPU))
+            assert index.resident(WORKER, Tier.GPU) == blocks * keys
+            assert len(seen - {0}) >= 5
+
+
 async def test_feeds_share_their_turns() -> None:
     index = KvIndex()
     index.bind(WORKER, block_size=SIZE)
