@@ -98,6 +98,9 @@ class Edge:
         self.session_field = session_field
         self.deadlines = Deadlines(clock, tick_s=tick_s)
         self.exchanges: set[Exchange] = set()
+        self.connections = 0
+        self.turned_away = 0
+        """Connections and bodies, because there were too many."""
         self.buffered_bytes = 0
         """Bodies in memory: from their arrival to the head of the answer."""
         self.accepting = True

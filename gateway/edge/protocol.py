@@ -99,11 +99,13 @@ class ClientProtocol(HttpToolsProtocol):
         self.write = transport.write
         self.deadline = self._edge.clock() + self._limits.header_timeout_s
         self._edge.deadlines.watch(self)
-        if len(self.connections) > self._limits.max_connections:
+        self._edge.connections += 1
+        if self._edge.connections > self._limits.max_connections:
             self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._edge.deadlines.forget(self)
+        self._edge.connections -= 1
         self._turns.clear()
         self._backlog.clear()
         if self._last_is_exchange:
@@ -261,7 +263,7 @@ class ClientProtocol(HttpToolsProtocol):
             if self._body_bytes > self._limits.max_body_bytes:
                 self._stop_reading(_too_large(self._limits.max_body_bytes))
             elif self._edge.buffered_bytes + len(body) > self._limits.max_buffered_bytes:
-                self._stop_reading(_crowded())
+                self._stop_reading(self._crowded())
             else:
                 exchange.receive(body)
         elif self._phase is not _Phase.CLOSING:
@@ -333,7 +335,7 @@ class ClientProtocol(HttpToolsProtocol):
         elif exchange.declared_bytes > self._limits.max_body_bytes:
             self._stop_reading(_too_large(self._limits.max_body_bytes))
         elif exchange.declared_bytes + self._edge.buffered_bytes > self._limits.max_buffered_bytes:
-            self._stop_reading(_crowded())
+            self._stop_reading(self._crowded())
         if waits:
             self._turns.append(functools.partial(self._begin_turn, exchange, self.expect_100_continue))
         else:
@@ -417,11 +419,16 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _turn_away(self) -> None:
         """One connection too many: told why, or, when very many come, cut."""
-        if len(self.connections) > self._limits.max_connections * 1.1 + 1:
+        self._edge.turned_away += 1
+        if self._edge.connections > self._limits.max_connections * 1.1 + 1:
             self._phase = _Phase.CLOSING
             self.transport.abort()
         else:
             self._refuse(Overloaded("the gateway holds as many connections as it may", retry_after_s=1))
+
+    def _crowded(self) -> Overloaded:
+        self._edge.turned_away += 1
+        return Overloaded("the gateway holds as many request bodies as it may; try again", retry_after_s=1)
 
     def _linger(self) -> None:
         """Say that nothing more will be sent, and read on for a while before closing."""
@@ -470,10 +477,6 @@ def _endpoint_of(url: bytes) -> tuple[Endpoint | None, bytes]:
 
 def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than {limit} bytes; the limit is server.max_body_bytes")
-
-
-def _crowded() -> Overloaded:
-    return Overloaded("the gateway holds as many request bodies as it may; try again", retry_after_s=1)
 
 
 def _refusal_of(error: httptools.HttpParserError) -> GatewayError:

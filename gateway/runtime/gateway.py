@@ -329,6 +329,7 @@ class Gateway:
             index=self.index,
             membership=self.membership,
             upstream=self.upstream,
+            edge=self.edge,
             tokenizing=self.tokenizing,
             supervisor=self.supervisor,
             clock=self.clock,

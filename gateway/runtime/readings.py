@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from gateway.edge import Edge
 from gateway.kv import KvIndex
 from gateway.pool import Breaker, Fleet, WorkerState
 from gateway.records import Tier
 from gateway.runtime.supervisor import Supervisor
-from gateway.telemetry import FeedReading, IndexReading, PoolReading, WorkerReading
+from gateway.telemetry import ClientReading, FeedReading, IndexReading, PoolReading, WorkerReading
 from gateway.upstream.http import Upstream
 from gateway.upstream.members import Seat
 from gateway.upstream.membership import Membership
@@ -32,6 +33,7 @@ class GatewayReadings:
         index: KvIndex,
         membership: Membership,
         upstream: Upstream,
+        edge: Edge,
         tokenizing: EngineTokenizing,
         supervisor: Supervisor,
         clock: Callable[[], float],
@@ -40,6 +42,7 @@ class GatewayReadings:
         self._index = index
         self._membership = membership
         self._upstream = upstream
+        self._edge = edge
         self._tokenizing = tokenizing
         self._supervisor = supervisor
         self._clock = clock
@@ -89,6 +92,11 @@ class GatewayReadings:
             for seat in member.seats.values():
                 if seat.feeds:
                     yield _feed_reading(seat, now)
+
+    def clients(self) -> ClientReading:
+        """The client port."""
+        edge = self._edge
+        return ClientReading(edge.connections, edge.buffered_bytes, edge.turned_away)
 
     def index(self) -> IndexReading:
         """The index as a whole."""

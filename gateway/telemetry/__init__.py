@@ -7,11 +7,12 @@ Face: `RequestMetrics` (counts outcomes), `Readings` (what owners say), `Exposit
 from gateway.telemetry.exposition import CONTENT_TYPE, Exposition
 from gateway.telemetry.log import Logs, RequestLog, set_up_logging
 from gateway.telemetry.metrics import describe_metrics
-from gateway.telemetry.readings import FeedReading, IndexReading, PoolReading, Readings, WorkerReading
+from gateway.telemetry.readings import ClientReading, FeedReading, IndexReading, PoolReading, Readings, WorkerReading
 from gateway.telemetry.requests import RequestMetrics
 
 __all__ = [
     "CONTENT_TYPE",
+    "ClientReading",
     "Exposition",
     "FeedReading",
     "IndexReading",

@@ -169,6 +169,14 @@ ACCOUNTING_DRIFT = _spec(
     "accounting_drift", Kind.GAUGE, ("worker",), "Open leases minus open exchanges with the worker; must be 0."
 )
 INDEX_BLOCKS = _spec("index_blocks", Kind.GAUGE, ("worker", "tier"), "Blocks the index knows of a worker, by tier.")
+CLIENT_CONNECTIONS = _spec("client_connections", Kind.GAUGE, (), "Open connections of clients.")
+CLIENT_BUFFERED = _spec("client_buffered_bytes", Kind.GAUGE, (), "Request bodies in memory.")
+CLIENT_TURNED_AWAY = _spec(
+    "client_turned_away_total",
+    Kind.COUNTER,
+    (),
+    "Connections and bodies refused because server.max_connections or max_buffered_bytes was reached.",
+)
 INDEX_BYTES = _spec("index_bytes", Kind.GAUGE, (), "Memory the index takes, estimated.")
 INDEX_ORPHANS = _spec(
     "index_orphans", Kind.GAUGE, (), "Announced blocks whose head is unknown; not part of an overlap."
@@ -282,6 +290,9 @@ METRICS: tuple[MetricSpec, ...] = (
     WORKER_LOAD_AGE,
     LOAD_POLLS,
     ACCOUNTING_DRIFT,
+    CLIENT_CONNECTIONS,
+    CLIENT_BUFFERED,
+    CLIENT_TURNED_AWAY,
     INDEX_BLOCKS,
     INDEX_BYTES,
     INDEX_ORPHANS,

@@ -106,6 +106,16 @@ class PoolReading:
     retries_refused: int
 
 
+@dataclass(frozen=True, slots=True)
+class ClientReading:
+    """The client port: open connections, bytes of request bodies in memory, connections and bodies that were turned
+    away because a limit of these was reached."""
+
+    connections: int
+    buffered_bytes: int
+    turned_away: int
+
+
 class Readings(Protocol):
     """The owners, as metrics see them."""
 
@@ -119,6 +129,10 @@ class Readings(Protocol):
 
     def feeds(self) -> Iterable[FeedReading]:
         """Every worker with an event feed."""
+        ...
+
+    def clients(self) -> ClientReading:
+        """The client port."""
         ...
 
     def index(self) -> IndexReading:

@@ -41,7 +41,15 @@ from gateway.records import (
     WorkerSpec,
 )
 from gateway.router import Router
-from gateway.telemetry import Exposition, FeedReading, IndexReading, PoolReading, RequestMetrics, WorkerReading
+from gateway.telemetry import (
+    ClientReading,
+    Exposition,
+    FeedReading,
+    IndexReading,
+    PoolReading,
+    RequestMetrics,
+    WorkerReading,
+)
 from gateway.upstream.control import ProbeFailed
 
 BLOCK = 16
@@ -138,6 +146,9 @@ class Readings:
 
     def task_restarts(self) -> int:
         return 3
+
+    def clients(self) -> ClientReading:
+        return ClientReading(3, 1000, 0)
 
 
 @contextlib.asynccontextmanager

@@ -492,6 +492,7 @@ async def test_bodies_in_memory_are_bounded_all_together() -> None:
             assert (refused.status, error_of(refused.body)["code"]) == (503, "overloaded")
             assert refused.headers["retry-after"] == "1"
         assert r.edge.buffered_bytes == len(ask(more=pad))
+        assert r.edge.turned_away == 2
         call.begin_stream()
         await until(lambda: r.edge.buffered_bytes == 0)
         call.end_stream()
@@ -532,5 +533,6 @@ async def test_one_connection_too_many_is_told_and_a_flood_is_cut() -> None:
             client.send(post(ask()))
             assert (await client.answer()).status == 200, "who is in stays in"
             client.abort()
-        await until(lambda: not len(r.edge.deadlines))
+        await until(lambda: r.edge.connections == 0)
+        assert r.edge.turned_away == 31
         assert (await r.ask(post(ask()))).status == 200

@@ -14,6 +14,7 @@ from prometheus_client.samples import Sample
 
 from gateway.records import Endpoint, MissCause, Outcome, PrefixMode, Result, StageTimes, Tier, TrustState, WorkerId
 from gateway.telemetry import (
+    ClientReading,
     Exposition,
     FeedReading,
     IndexReading,
@@ -73,6 +74,9 @@ class Numbers:
 
     def task_restarts(self) -> int:
         return 3
+
+    def clients(self) -> ClientReading:
+        return ClientReading(7, 4096, 2)
 
     def index(self) -> IndexReading:
         return self._index
@@ -275,6 +279,9 @@ def test_gauges_come_from_their_owners() -> None:
     assert value(text, "accounting_drift", worker="w1") == 0
     assert value(text, "index_blocks", worker="w1", tier="cpu") == 7
     assert value(text, "index_bytes") == 12345
+    assert value(text, "client_connections") == 7
+    assert value(text, "client_buffered_bytes") == 4096
+    assert value(text, "client_turned_away_total") == 2
     assert value(text, "index_truncated_total") == 2
     assert value(text, "kv_events_total", worker="w1", type="stored") == 5
     assert value(text, "kv_event_replays_total", worker="w1", result="complete") == 1

@@ -38,6 +38,16 @@ def test_a_workers_key_replaces_the_clients() -> None:
     assert b"Bearer client" not in keyed
 
 
+def test_credentials_meant_for_the_gateway_go_no_further() -> None:
+    names = (b"authorization", b"x-api-key", b"api-key")
+    headers = [(name, b"client-secret") for name in names]
+    through = request_head(b"/", headers, request_id=b"r").to_worker(b"w", b"", 0)
+    assert [through.count(b"\r\n%b: client-secret\r\n" % name) for name in names] == [1, 1, 1]
+    own = request_head(b"/", headers, request_id=b"r", credentials_end_here=True)
+    for key in (b"", b"authorization: Bearer worker\r\n"):
+        assert b"client-secret" not in own.to_worker(b"w", key, 0)
+
+
 def test_the_rank_is_the_gateways_choice() -> None:
     head = request_head(b"/", [(b"x-data-parallel-rank", b"7")], request_id=b"r")
     assert b"parallel" not in head.to_worker(b"w", b"", 0)
@@ -55,6 +65,7 @@ def test_answer_headers() -> None:
             (b"Connection", b"keep-alive, X-Hop"),
             (b"X-Hop", b"1"),
             (b"X-Kvgate-Worker", b"forged"),
+            (b"Access-Control-Allow-Origin", b"*"),
             (b"X-Request-Id", b"theirs"),
             (b"Retry-After", b"3"),
         ],
