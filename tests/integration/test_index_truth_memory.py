@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import resource
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,11 @@ def pieces() -> int:
     """How many pieces of memory are in use."""
     gc.collect()
     return sys.getallocatedblocks()
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def block(number: int) -> list[int]:
@@ -97,6 +104,33 @@ def test_b8_a_million_suffixes_come_and_go_on_a_living_base() -> None:
     assert index.stats().estimated_bytes <= 1.05 * stated
     index.purge(ONE)
     assert index.resident(ONE, Tier.GPU) == index.stats().keys == 0
+
+
+def test_b8_chains_that_are_never_removed_keep_within_the_cap() -> None:
+    """200,000 chains of eight blocks take more than the cap of 256 MiB leaves room for."""
+    chains, length, cap = 200_000, 8, 256 * 1024 * 1024
+    before = resident_bytes()
+    index = KvIndex(max_bytes=cap)
+    index.bind(ONE, block_size=BLOCK)
+    for number in range(chains):
+        index.apply(ONE, 0, [chain_of(number * length, length)])
+        if number % 1_000 == 0:
+            assert index.stats().estimated_bytes <= cap
+    stats = index.stats()
+    assert stats.estimated_bytes <= cap
+    assert resident_bytes() - before <= 1.25 * cap
+    held = index.engine_hashes(ONE, 0, Tier.GPU)
+    assert len(held) == index.resident(ONE, Tier.GPU) == chains * length - stats.truncated
+    assert len(held) >= chains * length / 2
+    # The newest are kept whole; of all others what is kept is what a lookup finds.
+    for number in [*range(0, chains, 997), chains - 1]:
+        told = chain_of(number * length, length)
+        kept = [name in held for name in told.hashes]
+        run = kept.index(False) if False in kept else length
+        keys = chain(namespace(), told.tokens, BLOCK)
+        blocks = PrefixBlocks((Chain(keys, len(told.tokens)),), len(told.tokens), BLOCK)
+        assert index.overlap(blocks, 1 << ONE).blocks(ONE) == run
+    assert run == length
 
 
 def test_b8_a_million_sessions() -> None:
