@@ -199,8 +199,10 @@ async def test_b2_two_ranks_never_give_a_false_gap(dialect: Dialect) -> None:
     async with rig(1, engine=fast(dialect=dialect, data_parallel_size=2)) as r:
         for number in range(20):
             await ask(r, prompt(number, 4))
-        sequences = [await metric(r, "kvgate_kv_events_total", type="stored")]
-        assert sequences[0] >= 20
+        feeds = [feed for member in r.gateway.membership.members.values() for feed in member.feeds]
+        assert len(feeds) == 2
+        await until(lambda: sum(feed.totals.events["stored"] for feed in feeds) >= 20)
+        assert all(feed.counters.batches for feed in feeds)
         assert await metric(r, "kvgate_kv_event_gaps_total") == 0
         assert await metric(r, "kvgate_kv_event_resets_total") == 0
 

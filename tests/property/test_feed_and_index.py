@@ -138,7 +138,9 @@ class Lane:
         replies = [(seq, process.payloads[seq]) for seq in range(max(asked, process.kept_from), len(process.payloads))]
         whole = at_most is None or len(replies) < at_most
         kept = replies if whole else replies[:at_most]
-        self.received.update(self.follower.answer(kept, now, end=whole))
+        taken = self.follower.answer(kept, now, end=whole)
+        # What lies behind the batches that came live may be left for when the next live one shows that it is missing.
+        self.received.update(seq for seq in taken if seq < self.follower.state.expected)
 
     def settle(self, now: float) -> float:
         """Everything on its way arrives; returns the time then."""

@@ -58,6 +58,15 @@ def reconnected(*, newest: int = 4) -> FeedState:
     return feed
 
 
+def test_a_check_that_is_asked_again_is_about_what_was_held_before_the_cut() -> None:
+    """The next number came live meanwhile: of the same process or of another one, and only the old mark can tell."""
+    feed = reconnected()
+    assert short(live(feed, 5, now=10.1)) == [5]
+    assert short(feed.on_tick(60.0)) == ["ask 4"]
+    assert short(feed.on_replay(4, payload(900.0), 60.0)) == ["restart", "ask 0"]
+    assert feed.counters.resets == 1
+
+
 def test_the_same_process_after_a_cut() -> None:
     feed = reconnected()
     assert replay(feed, 4) == []

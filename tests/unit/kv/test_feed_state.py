@@ -417,3 +417,20 @@ def test_golden_scenario(name: str, engine: EngineKind, resets: int, gaps: int) 
             expected = {value % 2**64 for value in decoded["resident_after"]}
             assert index.engine_hashes(worker, 0, Tier.GPU) == expected
     assert (feed.counters.resets, feed.counters.gaps) == (resets, gaps)
+
+
+def test_what_came_live_reaches_further_back_than_the_engines_history() -> None:
+    """The engine keeps one batch only, and the feed has heard every one."""
+    feed = FeedState(can_replay=True)
+    assert short(feed.on_connected(0.0)) == ["ask 0"]
+    live(feed, 0, 1, 2)
+    assert short(replay(feed, 2)) == [0, 1, 2, "end"]
+    assert (feed.phase, feed.counters.replays["history_gone"]) == (FeedPhase.LIVE, 0)
+
+
+def test_history_that_is_gone_ends_where_live_batches_begin() -> None:
+    feed = FeedState(can_replay=True)
+    feed.on_connected(0.0)
+    live(feed, 5, 6, 7)
+    assert short(replay(feed, 7)) == [5, 6, 7, "end"]
+    assert (feed.phase, feed.counters.replays["history_gone"]) == (FeedPhase.LOST, 1)
