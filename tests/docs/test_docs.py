@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from gateway import errors
 from gateway.config import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -56,3 +57,56 @@ def test_no_file_names_a_place_of_this_machine_or_a_registry() -> None:
     forbidden = re.compile("|".join(("pypi" + r"\.org", "files.python" + "hosted", "deb.debian" + r"\.org")))
     for page in [*PAGES, ROOT / "constraints.txt", ROOT / "pyproject.toml", ROOT / ".ci" / "run", ROOT / "Makefile"]:
         assert not forbidden.search(page.read_text()), page
+
+
+def _tables(page: Path) -> dict[str, list[list[str]]]:
+    """Rows of each table of a page, by the first two heads."""
+    tables: dict[str, list[list[str]]] = {}
+    rows: list[list[str]] = []
+    for line in page.read_text().splitlines():
+        if not line.startswith("|"):
+            rows = []
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not rows:
+            tables[" | ".join(cells[:2])] = rows = [cells]
+        elif not line.startswith("|---"):
+            rows.append(cells)
+    return {name: rows[1:] for name, rows in tables.items()}
+
+
+LIFE = ROOT / "docs" / "concepts" / "life-of-a-request.md"
+
+
+def test_every_limit_of_a_request_is_told_with_its_default() -> None:
+    settings = Settings(_env_file=None)
+    told = set()
+    for _, key, default, _ in _tables(LIFE)["phase | limit"]:
+        section, name = key.strip("`").split(".")
+        told.add((section, name))
+        assert f"{getattr(getattr(settings, section), name):g} s" == default, key
+    of_requests = {("timeouts", name) for name in type(settings.timeouts).model_fields if name.endswith("_s")}
+    of_requests |= {("server", name) for name in type(settings.server).model_fields if name.endswith("_timeout_s")}
+    assert told == of_requests - {("server", "ready_timeout_s")}
+
+
+def test_every_error_of_a_request_is_told_as_it_is(generator: ModuleType) -> None:
+    generator.errors_page()  # imports the modules with errors of their own
+    classes: dict[str, type[errors.GatewayError]] = {cls.__name__: cls for cls in generator._tree(errors.GatewayError)}
+    told = set()
+    for _, name, status, codes, elsewhere in _tables(LIFE)["phase | error"]:
+        cls = classes[name]
+        told.add(name)
+        assert (str(cls.status), "elsewhere" if cls.retryable else "no") == (status, elsewhere), name
+        assert f"`{cls.code}`" in codes.split(", "), name
+        narrower = set(re.findall(r"`(\w+)`", codes)) - {cls.code}
+        source = "".join(path.read_text() for path in (ROOT / "gateway").rglob("*.py"))
+        assert all(f'"{code}"' in source for code in narrower), name
+    on_the_way = {
+        name
+        for name, cls in classes.items()
+        if cls.__module__ in ("gateway.errors", "gateway.edge.responses", "gateway.edge.auth")
+    }
+    of_operators = {"FleetFull"}
+    abstract = {"ClientError", "WorkerError"}
+    assert told == on_the_way - of_operators - abstract
