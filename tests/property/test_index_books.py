@@ -20,10 +20,10 @@ from gateway.kv.truncation import BYTES_A_BLOCK
 from gateway.records import BlockKey, Chain, EngineHash, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
 
 SIZE = 2
-ENGINES = (EngineKind.VLLM, EngineKind.VLLM, EngineKind.SGLANG)
-ALL = 0b111
+ENGINES = (EngineKind.VLLM, EngineKind.SGLANG)
+ALL = 0b11
 HEAD = [1, 2, 3, 4, 5, 6]
-PROMPTS = [HEAD, [*HEAD, 7, 8, 9, 10], [*HEAD, 7, 8, 11, 12, 13, 14], [20, 21, 22, 23, 24, 25, 26, 27]]
+PROMPTS = [HEAD, [*HEAD, 7, 8, 9, 10], [*HEAD, 7, 8, 11, 12, 13, 14]]
 
 slots = st.integers(0, len(ENGINES) - 1).map(Slot)
 ranks = st.integers(0, 1)
@@ -57,7 +57,7 @@ class Books(RuleBasedStateMachine):
         return any((slot, rank) in places for _, places in self.open)
 
     @rule(
-        slot=slots, rank=ranks, prompt=prompts, span=st.tuples(st.integers(0, 5), st.integers(1, 6)),
+        slot=slots, rank=ranks, prompt=prompts, span=st.tuples(st.sampled_from([0, 0, 0, 1, 3]), st.integers(1, 6)),
         tier=st.sampled_from([Tier.GPU, Tier.GPU, Tier.CPU]), fleeting=st.booleans(), shown=st.booleans(),
     )  # fmt: skip
     def store(
@@ -179,4 +179,4 @@ def request(prompt: list[int], *, text: bool) -> PrefixBlocks:
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestBooks.settings = settings(max_examples=250, stateful_step_count=80, deadline=None)
