@@ -25,7 +25,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from gateway.credentials import MAX_KEYS, KeySettings, ServerTls, WorkerTls
 from gateway.pool import MAX_WORKERS
-from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
+from gateway.records import Endpoint, EngineKind, RankChoice, Role, WorkerId, WorkerSpec
 
 ENV_PREFIX = "KVGATE_"
 
@@ -291,13 +291,36 @@ class IndexSettings(_Section):
     )
 
 
+class PhaseSettings(_Section):
+    """What differs from `timeouts` for one path or model."""
+
+    connect_s: Seconds | None = None
+    send_s: Seconds | None = None
+    first_byte_s: Seconds | None = None
+    idle_s: Seconds | None = None
+    total_s: Seconds | None = None
+
+    def changes(self) -> dict[str, float]:
+        """Those that are given, by name."""
+        return self.model_dump(exclude_none=True)
+
+
 class TimeoutSettings(_Section):
-    """Deadlines of the phases on the worker's side."""
+    """Deadlines of the phases on the worker's side (`docs/concepts/life-of-a-request.md`)."""
 
     connect_s: Seconds = Field(2, description="Connection to a worker.")
-    first_byte_s: Seconds = Field(120, description="From the request sent to the head of the answer.")
-    idle_s: Seconds = Field(60, description="Between two pieces of an answer.")
-    total_s: Seconds = Field(1800, description="The whole request.")
+    send_s: Seconds = Field(30, description="Until the worker has taken a request that it does not take at once.")
+    first_byte_s: Seconds = Field(
+        120, description="From the request sent until the answer begins, a stream with the first byte of its body."
+    )
+    idle_s: Seconds = Field(60, description="Between two pieces of an answer, and for a client that takes nothing.")
+    total_s: Seconds = Field(
+        1800, description="The whole request, retries included; a client's header `x-request-timeout-s` may shorten it."
+    )
+    paths: dict[Endpoint, PhaseSettings] = Field(
+        {}, description="What differs by path: `{/v1/embeddings: {first_byte_s: 10, total_s: 30}}`."
+    )
+    models: dict[str, PhaseSettings] = Field({}, description="What differs by served model name; wins over the path's.")
 
 
 class RetrySettings(_Section):
@@ -530,7 +553,7 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-_BRANCHES = frozenset({"constrained-float", "float", "literal['auto']"})
+_BRANCHES = frozenset({"[key]", "constrained-float", "float", "literal['auto']"})
 _PLAIN_WORDS = {
     "missing": "is missing",
     "tuple_type": "expected a list, each entry behind a `-`",
@@ -553,12 +576,15 @@ def _explain(error: dict[str, Any], root: type[BaseModel] = Settings) -> str:
 
 def _keys_at(path: list[str], root: type[BaseModel]) -> set[str]:
     model: Any = root
+    any_key = False
     for part in path:
-        if part.isdigit():
+        if part.isdigit() or any_key:
+            any_key = False
             continue
         annotation = model.model_fields[part].annotation
         args = getattr(annotation, "__args__", ())
-        model = args[0] if args else annotation
+        any_key = getattr(annotation, "__origin__", None) is dict
+        model = args[any_key] if args else annotation
     return set(model.model_fields)
 
 

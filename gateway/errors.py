@@ -143,6 +143,11 @@ class DeadlineExceeded(GatewayError):
     type = "timeout_error"
     code = "deadline_exceeded"
 
+    @classmethod
+    def passed(cls) -> DeadlineExceeded:
+        """As clients see it."""
+        return cls("the request took longer than it may (timeouts.total_s, or x-request-timeout-s)")
+
 
 WORKER_STATUS = "worker_status"
 """Code of an attempt that a worker answered with 5xx."""

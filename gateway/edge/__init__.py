@@ -1,13 +1,24 @@
 """The client port: uvicorn's connections, with the inference paths spliced to the workers.
 
-Face: `Edge` and its `EdgeLimits`, `Keys` and the `Access` each gives, `client_protocol` for `uvicorn.Config(http=...)`,
-`client_app` for everything that is not inference, `Cors`, `request_id_maker`.
+Face: `Edge` with its `EdgeLimits` and `PhaseTimeouts`, `Keys` and the `Access` each gives, `client_protocol` for
+`uvicorn.Config(http=...)`, `client_app` for everything that is not inference, `Cors`,
+`request_id_maker`.
 """
 
 from gateway.edge.app import client_app
 from gateway.edge.auth import Access, Keys
-from gateway.edge.gate import Edge, EdgeLimits, request_id_maker
+from gateway.edge.gate import Edge, EdgeLimits, PhaseTimeouts, request_id_maker
 from gateway.edge.protocol import client_protocol
 from gateway.edge.responses import Cors
 
-__all__ = ["Access", "Cors", "Edge", "EdgeLimits", "Keys", "client_app", "client_protocol", "request_id_maker"]
+__all__ = [
+    "Access",
+    "Cors",
+    "Edge",
+    "EdgeLimits",
+    "Keys",
+    "PhaseTimeouts",
+    "client_app",
+    "client_protocol",
+    "request_id_maker",
+]

@@ -17,6 +17,7 @@ from gateway.api import ask_for_rank
 from gateway.errors import (
     WORKER_BUSY,
     WORKER_STATUS,
+    DeadlineExceeded,
     GatewayError,
     NoWorker,
     ShuttingDown,
@@ -26,6 +27,7 @@ from gateway.errors import (
 )
 from gateway.records import Ending, Endpoint, InferenceRequest, PrefixBlocks, Result, StageTimes, WorkerId
 from gateway.router import Lease
+from gateway.upstream.connections import Timeouts
 from gateway.upstream.headers import AnswerHead, RequestHead
 from gateway.upstream.http import UpstreamStream
 
@@ -59,16 +61,22 @@ class Attempts:
         head: RequestHead,
         body: bytes,
         *,
+        timeouts: Timeouts,
         started_at: float,
         total_at: float,
         stages: Callable[[], StageTimes],
     ) -> AnswerHead:
-        """The head of the answer that the client will get. Raises GatewayError when there is none."""
+        """The head of the answer that the client will get, once that answer begins. `timeouts` are those of this
+        request, which is to be over at `total_at`. Raises GatewayError when there is no answer."""
         edge = self._edge
-        stream = self._reserve(edge.router.route(request, blocks, edge.clock()))
+        now = edge.clock()
+        if now >= total_at:
+            raise DeadlineExceeded.passed()
+        stream = self._reserve(edge.router.route(request, blocks, now))
         while True:
             try:
-                answer = await stream.send(head, self._placed(body, request.endpoint), total_at=total_at)
+                placed = self._placed(body, request.endpoint)
+                answer = await stream.send(head, placed, timeouts=timeouts, total_at=total_at)
             except WorkerError as error:
                 ending = Ending(result_of(error), error.status, edge.clock(), error_code=error.code)
                 other = self._another(request, blocks, ending, started_at, stages)
@@ -141,7 +149,7 @@ class Attempts:
 def result_of(error: GatewayError) -> Result:
     """How a request that ends with this error ended."""
     match error:
-        case WorkerTimeout():
+        case WorkerTimeout() | DeadlineExceeded():
             return Result.TIMED_OUT
         case WorkerError():
             return Result.WORKER_FAILED

@@ -1,10 +1,10 @@
 """One inference request and its answer, on one client connection.
 
 Rules:
-1. `_run` is the life of a request up to the head of its answer: one task, which waits for nothing but the client's
-   body, the tokenising thread and the chosen worker. From the head on everything is a callback; no task runs.
+1. `_run` is the life of a request until its answer begins: one task, which waits for nothing but the client's body,
+   the tokenising thread and the chosen worker. From then on everything is a callback; no task runs.
 2. Whatever way it ends, `_finish` is called synchronously and once: it settles the lease and hands on one outcome.
-3. Until the head of an answer, workers are tried one after the other (`attempts`). After it nothing is tried again.
+3. Until an answer begins, workers are tried one after the other (`attempts`). After that nothing is tried again.
 4. When the client goes away the worker's connection is dropped in the same call.
 
 It is also a cycle in uvicorn's sense (`keep_alive`, `response_complete`), so that the protocol keeps answers in order.
@@ -20,13 +20,12 @@ from typing import Protocol
 from gateway.api import ask_for_salt, ask_for_usage, parse_request
 from gateway.edge.attempts import Attempts, result_of
 from gateway.edge.auth import InvalidKey, Visit
-from gateway.edge.gate import Edge
+from gateway.edge.gate import TIMEOUT_HEADER, Edge, asked_seconds
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
 from gateway.errors import (
     GatewayError,
     ShuttingDown,
-    WorkerError,
 )
 from gateway.pool import Pool
 from gateway.prefix import KnownPrompts, tellable
@@ -74,6 +73,7 @@ class Exchange:
     """Made when a request head is complete; `start` when it is its turn on the connection."""
 
     __slots__ = (
+        "_asked_s",
         "_body_error",
         "_body_waiter",
         "_client",
@@ -125,6 +125,7 @@ class Exchange:
         """The body has come, or nothing more of it is wanted."""
         fields = dict(headers)
         self.declared_bytes = int(fields.get(b"content-length", b"0"))
+        self._asked_s = fields.get(TIMEOUT_HEADER)
         self._edge = edge
         self._client = client
         self._loop = loop
@@ -247,6 +248,10 @@ class Exchange:
     async def _first_answer(self, request: InferenceRequest, blocks: PrefixBlocks, body: bytes) -> AnswerHead:
         """The head of the answer that the client will get; as many workers are tried as that takes."""
         edge = self._edge
+        timeouts = edge.timeouts.of(self._endpoint, request.model)
+        total_s = timeouts.total_s
+        if self._asked_s is not None:
+            total_s = min(total_s, asked_seconds(self._asked_s))
         head = request_head(
             self._target, self._headers, request_id=self._request_id, credentials_end_here=edge.keys is not None
         )
@@ -261,8 +266,9 @@ class Exchange:
             blocks,
             head,
             body,
+            timeouts=timeouts,
             started_at=self._started_at,
-            total_at=self._started_at + edge.upstream.timeouts.total_s,
+            total_at=self._started_at + total_s,
             stages=self._stage_times,
         )
 
@@ -370,7 +376,7 @@ class Exchange:
             self.keep_alive = False
         self._client.exchange_done(self)
 
-    def broken(self, error: WorkerError, *, told: bool, now: float) -> None:
+    def broken(self, error: GatewayError, *, told: bool, now: float) -> None:
         """The answer broke off; `told` when the client got an error event in its place."""
         relay = self._relay
         assert relay is not None

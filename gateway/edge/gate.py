@@ -6,17 +6,20 @@ The composition root makes one `Edge` and passes it to `protocol.client_protocol
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gateway.edge.auth import Keys
 from gateway.edge.responses import Cors
+from gateway.errors import BadRequest
 from gateway.prefix import PromptHasher
-from gateway.records import Outcome, WorkerSpec
+from gateway.records import Endpoint, Outcome, WorkerSpec
 from gateway.router import Router
+from gateway.upstream.connections import Timeouts
 from gateway.upstream.deadlines import Deadlines
 from gateway.upstream.http import Upstream
 from gateway.upstream.tokenizing import Untold
@@ -24,6 +27,50 @@ from gateway.upstream.tokenizing import Untold
 if TYPE_CHECKING:
     # An exchange holds the edge, and the edge the open exchanges.
     from gateway.edge.exchange import Exchange
+
+
+TIMEOUT_HEADER = b"x-request-timeout-s"
+"""A client's own limit for its whole request, in seconds from when the gateway has read it."""
+
+
+def asked_seconds(value: bytes) -> float:
+    """The value of that header. Raises BadRequest."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise BadRequest(f"{TIMEOUT_HEADER.decode()} must be a number of seconds above 0, such as 30 or 2.5")
+    return seconds
+
+
+class PhaseTimeouts:
+    """The limits of a request's phases by its path and model.
+
+    `paths` and `models` (served names) hold what differs from `base`, by field name of `Timeouts`; where both have a
+    word, the model's counts.
+    """
+
+    def __init__(
+        self,
+        base: Timeouts,
+        *,
+        paths: Mapping[Endpoint, Mapping[str, float]] | None = None,
+        models: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        self._base = base
+        self._paths = {path: replace(base, **changes) for path, changes in (paths or {}).items()}
+        self._models = {
+            (path, model): replace(self._paths.get(path, base), **changes)
+            for model, changes in (models or {}).items()
+            for path in Endpoint
+        }
+
+    def of(self, endpoint: Endpoint, model: str) -> Timeouts:
+        """Those of one request."""
+        if self._models and (found := self._models.get((endpoint, model))) is not None:
+            return found
+        return self._paths.get(endpoint, self._base) if self._paths else self._base
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +112,7 @@ class Edge:
         on_retry: Callable[[Outcome], None] | None = None,
         ask_tokens: Callable[[Untold, WorkerSpec], None] | None = None,
         limits: EdgeLimits | None = None,
+        timeouts: PhaseTimeouts | None = None,
         keys: Keys | None = None,
         tenant_salt: bool = False,
         cors: Cors | None = None,
@@ -89,6 +137,7 @@ class Edge:
         self.ask_tokens = ask_tokens
         self.request_ids = request_ids
         self.limits = limits or EdgeLimits()
+        self.timeouts = timeouts or PhaseTimeouts(upstream.timeouts)
         self.keys = keys
         self.tenant_salt = tenant_salt
         self.cors = cors

@@ -17,10 +17,18 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gateway.edge.responses import error_event_json
-from gateway.errors import WORKER_BUSY, WORKER_STATUS, WorkerBroken, WorkerError
+from gateway.errors import WORKER_BUSY, WORKER_STATUS, GatewayError, WorkerBroken, WorkerError
 from gateway.records import Endpoint, Usage
 from gateway.upstream.connection import Taker
-from gateway.upstream.headers import BODYLESS, STATUS_LINES, AnswerFields, AnswerHead, Framing, answer_fields
+from gateway.upstream.headers import (
+    BODYLESS,
+    EVENT_STREAM,
+    STATUS_LINES,
+    AnswerFields,
+    AnswerHead,
+    Framing,
+    answer_fields,
+)
 from gateway.upstream.sse import LAST_BYTES, StreamEnd, UsageEventFilter, error_event, stream_end
 from gateway.upstream.usage import AnswerTail
 
@@ -46,7 +54,7 @@ class RelayOwner(Protocol):
     def answered(self, now: float) -> None:
         """The answer is with the client, whole."""
 
-    def broken(self, error: WorkerError, *, told: bool, now: float) -> None:
+    def broken(self, error: GatewayError, *, told: bool, now: float) -> None:
         """The answer broke off; `told` when the client got an error event in its place."""
 
     def reader_stalled(self, now: float) -> None:
@@ -112,7 +120,7 @@ class Relay:
         self._write = write
         self._endpoint = endpoint
         self._success = 200 <= answer.status < 300
-        self._events = fields.content_type.lower().startswith(b"text/event-stream")
+        self._events = fields.content_type.lower().startswith(EVENT_STREAM)
         self._filter = UsageEventFilter() if hide_usage and self._events else None
         self._tail = AnswerTail(endpoint, stream=self._events) if self._success and self._filter is None else None
         framing = self._framing(fields, http_1_0=http_1_0)
@@ -215,7 +223,7 @@ class Relay:
             self._head = b""
         self._owner.answered(now)
 
-    def on_failure(self, error: WorkerError, now: float) -> None:
+    def on_failure(self, error: GatewayError, now: float) -> None:
         """The answer broke off: tell the client in the stream, or let it see that the body is cut."""
         if self._tells:
             # A half event is ended first, so that the error is an event of its own.

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from gateway.admin import AdminViews, Readiness, admin_app
 from gateway.config import Settings
-from gateway.edge import Cors, Edge, EdgeLimits, client_app, client_protocol, request_id_maker
+from gateway.edge import Cors, Edge, EdgeLimits, PhaseTimeouts, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import LEARNED_BYTES, ApproximateSettings, KvIndex
 from gateway.policy import Weights, make_policy
@@ -137,6 +137,7 @@ class Gateway:
             tls=self._worker_tls,
             timeouts=Timeouts(
                 connect_s=timeouts.connect_s,
+                send_s=timeouts.send_s,
                 first_byte_s=timeouts.first_byte_s,
                 idle_s=timeouts.idle_s,
                 total_s=timeouts.total_s,
@@ -213,6 +214,11 @@ class Gateway:
             keys=access.keys,
             tenant_salt=settings.auth.tenant_salt,
             cors=cors,
+            timeouts=PhaseTimeouts(
+                self.upstream.timeouts,
+                paths={path: phases.changes() for path, phases in settings.timeouts.paths.items()},
+                models={model: phases.changes() for model, phases in settings.timeouts.models.items()},
+            ),
             receipts=server.receipts,
             session_header=settings.routing.affinity.header,
             session_field=settings.routing.affinity.body_field,

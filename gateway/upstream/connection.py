@@ -6,9 +6,11 @@ Rules:
 2. After the response head no task runs: `data_received` hands the body to the sink, once for each read. That path is
    measured in tenths of a microsecond: no clock is read on it, silence is found by `overdue` (see `_stirred`).
 3. Between the head and the sink, at most one read limit of body waits here; then reading is paused.
-4. Each phase has a deadline: first byte, silence, total, idle age. While the client's side has paused reading, the
-   worker is not charged for silence; the sink is told instead.
-5. The end of a request is told exactly once: to the waiter before the head, to the sink after it.
+4. Each phase has a deadline: sending, first byte, silence, total, idle age. While the client's side has paused
+   reading, the worker is not charged for silence; the sink is told instead.
+5. The end of a request is told exactly once: to the waiter before the answer begins, to the sink after it. A stream of
+   events begins with the first byte of its body: engines send its head before they compute anything, so that a head
+   shows nothing, and until then another worker may be tried.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import httptools
 
-from gateway.errors import WorkerBroken, WorkerError, WorkerTimeout
+from gateway.errors import DeadlineExceeded, GatewayError, WorkerBroken, WorkerTimeout
 from gateway.upstream.deadlines import NEVER
-from gateway.upstream.headers import AnswerHead, ends_with_connection
+from gateway.upstream.headers import AnswerHead, ends_with_connection, is_event_stream
 
 if TYPE_CHECKING:
     # A connection knows its owner, which makes it.
-    from gateway.upstream.connections import WorkerConnections
+    from gateway.upstream.connections import Timeouts, WorkerConnections
 
 _MAX_HEAD_BYTES = 262_144
 """A response head beyond this is no inference worker's."""
@@ -59,7 +61,7 @@ class AnswerSink(Protocol):
     def on_end(self, now: float) -> None:
         """The answer ended where it should. Nothing follows."""
 
-    def on_failure(self, error: WorkerError, now: float) -> None:
+    def on_failure(self, error: GatewayError, now: float) -> None:
         """The answer broke off or stalled. Nothing follows."""
 
     def on_stalled_reader(self, now: float) -> None:
@@ -95,8 +97,10 @@ class Connection(asyncio.Protocol):
         "_pieces",
         "_quarters",
         "_reused",
+        "_sending",
         "_sink",
         "_stirred",
+        "_timeouts",
         "_total_at",
         "_transport",
         "_waiter",
@@ -126,6 +130,7 @@ class Connection(asyncio.Protocol):
         self._quarters = 0
         """Quarters of the idle time without bytes."""
         self._waiter: asyncio.Future[AnswerHead] | None = None
+        self._timeouts = owner.timeouts
         self._total_at = NEVER
         self._reset()
 
@@ -137,8 +142,10 @@ class Connection(asyncio.Protocol):
         self._end_at = 0
         self._keep_alive = False
         self._doubtful = False
-        self._failure: WorkerError | None = None
+        self._failure: GatewayError | None = None
         self._paused = False
+        self._sending = False
+        """The worker has not taken all of the request yet."""
         self._between_chunks = False
         """All that was read so far ends with a whole chunk, so the next byte begins one."""
 
@@ -150,16 +157,17 @@ class Connection(asyncio.Protocol):
     # ---------------------------------------------------------------- one request
 
     def send(
-        self, head: bytes, body: bytes, *, total_at: float, on_over: Callable[[], None]
+        self, head: bytes, body: bytes, *, timeouts: Timeouts, total_at: float, on_over: Callable[[], None]
     ) -> asyncio.Future[AnswerHead]:
-        """Write a request. The future gives the head of the answer or raises StaleConnection or WorkerError.
+        """Write a request. The future gives the head of the answer once it begins (rule 5) or raises StaleConnection,
+        WorkerError or DeadlineExceeded.
 
         `on_over` is called once, when this connection has nothing more to do with the request.
         """
         assert self._transport is not None
         now = self._clock()
-        self._total_at = total_at
-        self.deadline = min(now + self._owner.timeouts.first_byte_s, total_at)
+        self._timeouts, self._total_at = timeouts, total_at
+        self.deadline = min(now + timeouts.first_byte_s, total_at)
         self._on_over = on_over
         self._waiter = asyncio.get_running_loop().create_future()
         if len(body) < _JOIN_BELOW_BYTES:
@@ -217,6 +225,19 @@ class Connection(asyncio.Protocol):
         self.deadline = self._clock() + self._owner.timeouts.pool_idle_s
         self._owner.deadlines.watch(self)
 
+    def pause_writing(self) -> None:
+        """A long request fills the worker's side: it has its own limit."""
+        if self._waiter is not None and self._head is None:
+            self._sending = True
+            self.deadline = min(self._clock() + self._timeouts.send_s, self._total_at)
+
+    def resume_writing(self) -> None:
+        """All but a rest has been taken: now it may think."""
+        if self._sending:
+            self._sending = False
+            if self._waiter is not None and self._head is None:
+                self.deadline = min(self._clock() + self._timeouts.first_byte_s, self._total_at)
+
     def data_received(self, data: bytes) -> None:
         on_chunk = self._on_chunk
         if on_chunk is not None and self._between_chunks:
@@ -234,7 +255,7 @@ class Connection(asyncio.Protocol):
             if not self._ended:
                 now = self._clock()
                 if self._head is not None and self._waiter is not None:
-                    # The answer had begun in this very read: it is no attempt to repeat elsewhere.
+                    # The answer may have begun in this very read: then it is no attempt to repeat elsewhere.
                     self._received_early(len(data), now)
                 self._break(WorkerBroken("the worker's answer is not valid HTTP"), now)
                 return
@@ -264,6 +285,8 @@ class Connection(asyncio.Protocol):
             self._end_at = len(self._pieces)
             if self._sink is not None:
                 self._finish(now)
+            elif self._waiter is not None:
+                self._break(WorkerBroken("the worker ended its stream without an event"), now)
             return
         if self._waiter is not None and self._reused and not self._head_bytes:
             self._fail_waiter(StaleConnection())
@@ -273,19 +296,24 @@ class Connection(asyncio.Protocol):
     def overdue(self, now: float) -> None:
         """A phase took too long, or a quarter of the idle time has passed."""
         if self._waiter is not None:
-            self._break(WorkerTimeout("the worker did not begin to answer in time"), now)
+            if now >= self._total_at:
+                self._break(DeadlineExceeded.passed(), now)
+            elif self._sending:
+                self._break(WorkerTimeout("the worker did not take the request in time", code="send_timeout"), now)
+            else:
+                self._break(WorkerTimeout("the worker did not begin to answer in time"), now)
         elif self._sink is None and self._head is None:
             # Idle in the pool for long enough.
             self._owner.lost(self)
             if self._transport is not None:
                 self._transport.close()
         elif now >= self._total_at:
-            self._break(WorkerTimeout("the answer took longer than a request may take"), now)
+            self._break(DeadlineExceeded.passed(), now)
         elif self._stirred:
             self._watch_silence(now)
         elif self._quarters < 4:
             self._quarters += 1
-            self.deadline = min(now + self._owner.timeouts.idle_s / 4, self._total_at)
+            self.deadline = min(now + self._timeouts.idle_s / 4, self._total_at)
         elif self._paused and self._sink is not None:
             self._sink.on_stalled_reader(now)
         else:
@@ -294,7 +322,7 @@ class Connection(asyncio.Protocol):
     def _watch_silence(self, now: float) -> None:
         self._stirred = False
         self._quarters = 1
-        self.deadline = min(now + self._owner.timeouts.idle_s / 4, self._total_at)
+        self.deadline = min(now + self._timeouts.idle_s / 4, self._total_at)
 
     # ---------------------------------------------------------------- parser callbacks
 
@@ -340,12 +368,21 @@ class Connection(asyncio.Protocol):
             elif self._head_bytes > _MAX_HEAD_BYTES:
                 self._break(WorkerBroken("the head of the worker's answer is too long"), now)
             return
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(self._head)
+        if self._pieces or not is_event_stream(self._head):
+            self._begin()
+        elif self._ended:
+            self._break(WorkerBroken("the worker ended its stream without an event"), now)
+            return
         self._early_bytes += size
         if self._early_bytes > _MAX_EARLY_BYTES:
             self.pause()
+
+    def _begin(self) -> None:
+        """The answer begins: whoever waits gets its head."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            assert self._head is not None
+            waiter.set_result(self._head)
 
     def _deliver(self, sink: AnswerSink) -> None:
         """Hand over what has been parsed. The fast way is in `data_received`."""
@@ -394,7 +431,7 @@ class Connection(asyncio.Protocol):
                 sink.on_first(body, count, now)
         sink.on_end(now)
 
-    def _break(self, error: WorkerError, now: float) -> None:
+    def _break(self, error: GatewayError, now: float) -> None:
         """Drop the connection and tell whoever waits, after the body that had come."""
         if self._transport is not None:
             self._transport.abort()

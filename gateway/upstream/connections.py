@@ -14,19 +14,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from gateway.errors import WorkerUnreachable
+from gateway.errors import DeadlineExceeded, WorkerUnreachable
 from gateway.records import WorkerSpec
 from gateway.upstream.connection import Connection
-from gateway.upstream.deadlines import Deadlines
+from gateway.upstream.deadlines import NEVER, Deadlines
 from gateway.upstream.ranks import RANK_HEADER
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Limits of a worker's phases, in seconds. `pool_idle_s` must be below the workers' own keep-alive timeout
-    (5 s in uvicorn, which both engines use), or every second request after a pause meets a closing connection."""
+    """Limits of a request's phases on the worker's side, in seconds. `send_s` is for what the worker does not take at
+    once; `first_byte_s` ends with the head of an answer, and for a stream of events with the first byte behind it:
+    engines send the head of a stream before they compute anything. `pool_idle_s` must be below the workers' own
+    keep-alive timeout (5 s in uvicorn, which both engines use), or every second request after a pause meets a closing
+    connection."""
 
     connect_s: float = 2.0
+    send_s: float = 30.0
     first_byte_s: float = 120.0
     idle_s: float = 60.0
     total_s: float = 1800.0
@@ -101,11 +105,14 @@ class WorkerConnections:
             connection.overdue(now)
         return None
 
-    async def connect(self) -> Connection:
-        """A new connection. Raises WorkerUnreachable."""
+    async def connect(self, *, within_s: float | None = None, total_at: float = NEVER) -> Connection:
+        """A new connection, within `timeouts.connect_s` unless told otherwise. Raises WorkerUnreachable, and
+        DeadlineExceeded when it is `total_at`."""
         loop = asyncio.get_running_loop()
+        if within_s is None:
+            within_s = self.timeouts.connect_s
         try:
-            async with asyncio.timeout(self.timeouts.connect_s):
+            async with asyncio.timeout(min(within_s, total_at - self.clock())):
                 _, connection = await loop.create_connection(
                     lambda: Connection(self),
                     self._host,
@@ -114,6 +121,8 @@ class WorkerConnections:
                     server_hostname=self._host if self._tls is not None else None,
                 )
         except TimeoutError as error:
+            if self.clock() >= total_at:
+                raise DeadlineExceeded.passed() from error
             raise WorkerUnreachable("the worker did not accept a connection in time", code="connect_timeout") from error
         except OSError as error:
             raise WorkerUnreachable("no connection to the worker") from error

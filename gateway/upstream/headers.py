@@ -50,6 +50,7 @@ _NOT_TO_WORKER = (HOP_BY_HOP | _CREDENTIALS) | {
     b"x-request-id",
 }
 _NOT_TO_CLIENT = HOP_BY_HOP | {b"content-length"}
+EVENT_STREAM = b"text/event-stream"
 BODYLESS = frozenset((204, 304))
 _OURS = b"x-kvgate-"
 _NOT_A_WORKERS = (_OURS, b"access-control-")
@@ -171,6 +172,13 @@ def answer_fields(headers: Headers, *, without_request_id: bool) -> AnswerFields
     if named:
         lines = _without(lines, named)
     return AnswerFields(b"".join(lines), content_type, content_length, coding, retry_after)
+
+
+def is_event_stream(answer: AnswerHead) -> bool:
+    """A successful answer whose body is a stream of events."""
+    return 200 <= answer.status < 300 and any(
+        name.lower() == b"content-type" and value.lower().startswith(EVENT_STREAM) for name, value in answer.headers
+    )
 
 
 def ends_with_connection(answer: AnswerHead) -> bool:

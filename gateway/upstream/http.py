@@ -5,7 +5,7 @@ Rules:
    Leases minus `open_streams` must be 0 whenever no code runs between reserving and opening.
 2. A kept connection that the worker closed before any byte of an answer costs nothing: the request goes out once more,
    on a fresh connection to the same worker.
-3. Every other failure before the head is a WorkerError and the caller's business. After the head it goes to the sink.
+3. Every other failure before the answer begins is a WorkerError and the caller's business. Later ones go to the sink.
 4. `abort` is synchronous, may come at any moment, and ends the worker's work by closing its connection.
 
 It never looks into bodies and chooses no worker.
@@ -38,18 +38,26 @@ class UpstreamStream:
         self.connected_at = 0.0
         """When a connection was at hand; known once an answer has come."""
 
-    async def send(self, head: RequestHead, body: bytes, *, total_at: float) -> AnswerHead:
-        """Send the request and wait for the head of the answer. Raises WorkerError."""
+    async def send(
+        self, head: RequestHead, body: bytes, *, total_at: float, timeouts: Timeouts | None = None
+    ) -> AnswerHead:
+        """Send the request and wait until the answer begins: its head, and for a stream of events a byte behind it.
+
+        `timeouts` are those of this request, the worker's when None. Raises WorkerError, and DeadlineExceeded when it
+        is `total_at`.
+        """
+        timeouts = timeouts or self._connections.timeouts
         connections = self._connections
         raw = head.to_worker(connections.host_header, connections.credentials, len(body), rank=connections.rank_header)
         try:
             connection = connections.take()
             if connection is not None:
                 try:
-                    return await self._ask(connection, raw, body, total_at)
+                    return await self._ask(connection, raw, body, timeouts, total_at)
                 except StaleConnection:
                     pass
-            return await self._ask(await connections.connect(), raw, body, total_at)
+            connection = await connections.connect(within_s=timeouts.connect_s, total_at=total_at)
+            return await self._ask(connection, raw, body, timeouts, total_at)
         except BaseException:
             self.abort()
             raise
@@ -75,10 +83,12 @@ class UpstreamStream:
             self._connection.abort()
         self._over()
 
-    async def _ask(self, connection: Connection, raw: bytes, body: bytes, total_at: float) -> AnswerHead:
+    async def _ask(
+        self, connection: Connection, raw: bytes, body: bytes, timeouts: Timeouts, total_at: float
+    ) -> AnswerHead:
         self._connection = connection
         self.connected_at = self._connections.clock()
-        return await connection.send(raw, body, total_at=total_at, on_over=self._over)
+        return await connection.send(raw, body, timeouts=timeouts, total_at=total_at, on_over=self._over)
 
     def _over(self) -> None:
         if self._open:

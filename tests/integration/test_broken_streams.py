@@ -145,7 +145,9 @@ async def test_a_broken_one_ends_with_one_error_event(api: Api, then: Callable[[
         events.pop()
     timeouts = Timeouts(idle_s=0.2) if then is _stalls else Timeouts()
 
-    for count in (0, 1, len(events)):
+    # Without a byte of the body nothing has begun, and another worker does it all.
+    begins = then in (_breaks_off_inside_an_event, _ends_inside_an_event)
+    for count in (0, 1, len(events)) if begins else (1, len(events)):
         sent = events[:count]
 
         def script(call: Call, sent: list[bytes] = sent) -> None:

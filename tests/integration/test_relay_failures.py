@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from gateway.edge import EdgeLimits
-from gateway.records import Result
+from gateway.edge import EdgeLimits, PhaseTimeouts
+from gateway.records import Endpoint, Result
 from gateway.upstream.connections import Timeouts
-from tests.integration.relay_rig import Call, RelayRig, answers, ask, both_loops, post, relay, silent, until
+from tests.integration.relay_rig import Call, RelayRig, Script, answers, ask, both_loops, post, relay, silent, until
 
 OK = b'{"id":"1","choices":[]}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
@@ -133,6 +133,115 @@ async def test_a_worker_that_does_not_accept() -> None:
             filler.close()
 
 
+def head_only(call: Call) -> None:
+    """Engines send the head of a stream before they compute anything."""
+    call.begin_stream()
+
+
+def head_and_gone(call: Call) -> None:
+    call.begin_stream()
+    call.close()
+
+
+def head_and_rubbish(call: Call) -> None:
+    call.begin_stream()
+    call.send(b"what?\r\n")
+
+
+def empty(call: Call) -> None:
+    call.begin_stream()
+    call.end_stream()
+
+
+def empty_to_the_end(call: Call) -> None:
+    call.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+    call.close()
+
+
+@both_loops
+@pytest.mark.parametrize("failing", [head_only, head_and_gone, head_and_rubbish, empty, empty_to_the_end])
+async def test_a_stream_that_never_begins_is_served_elsewhere(failing: Script) -> None:
+    """A head alone is no first byte: the client has seen nothing, so another worker can do it all."""
+    async with relay(failing, answers(OK), timeouts=Timeouts(first_byte_s=0.3)) as r:
+        answer = await r.ask(post(ask(stream=True)))
+        assert (answer.status, answer.body, answer.headers["x-kvgate-worker"]) == (200, OK, "w2")
+        assert [o.error_code for o in r.retried] == ["worker_timeout" if failing is head_only else "worker_broken"]
+        await until(r.quiet)
+
+
+@both_loops
+async def test_a_request_that_is_not_taken_goes_elsewhere() -> None:
+    """A worker whose kernel accepts and which never reads: a long body gets stuck on the way."""
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(8)
+        async with relay(None, answers(OK), timeouts=Timeouts(send_s=2, first_byte_s=60)) as r:
+            r.workers[0].port = deaf.getsockname()[1]
+            worker = next(iter(r.fleet.workers.values()))
+            worker.spec = type(worker.spec)(name=worker.spec.name, url=f"http://127.0.0.1:{r.workers[0].port}")
+            long = ask(more=b',"pad":"' + b"p" * 8_000_000 + b'"')
+            assert (await r.ask(post(long))).body == OK
+            assert [(o.error_code, o.result) for o in r.retried] == [("send_timeout", Result.TIMED_OUT)]
+            await until(r.quiet)
+
+
+@both_loops
+async def test_a_long_request_that_is_taken_has_its_time_to_first_byte() -> None:
+    def later(call: Call) -> None:
+        asyncio.get_running_loop().call_later(2.5, call.plain, OK)
+
+    async with relay(later, timeouts=Timeouts(send_s=2, first_byte_s=60)) as r:
+        long = ask(more=b',"pad":"' + b"p" * 8_000_000 + b'"')
+        assert (await r.ask(post(long))).body == OK
+
+
+@both_loops
+async def test_a_client_may_shorten_the_whole() -> None:
+    """Its limit ends the request without a second try, and says nothing of the worker."""
+    async with relay(silent, silent) as r:
+        answer = await r.ask(post(ask(stream=True), headers=("x-request-timeout-s: 0.2",)))
+        assert (answer.status, error_of(answer.body)["code"]) == (504, "deadline_exceeded")
+        assert sum(len(worker.calls) for worker in r.workers) == 1
+        assert [(o.result, o.retries) for o in r.outcomes] == [(Result.TIMED_OUT, 0)]
+        assert {worker.health.failures for worker in r.fleet.workers.values()} == {0}
+        await until(r.quiet)
+    async with relay(silent, timeouts=Timeouts(total_s=0.2)) as r:
+        answer = await r.ask(post(ask(), headers=("x-request-timeout-s: 600",)))
+        assert error_of(answer.body)["code"] == "deadline_exceeded"  # shorten, not lengthen
+
+
+@both_loops
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf", "1e999", ""])
+async def test_a_limit_that_is_no_number_is_refused(value: str) -> None:
+    async with relay(answers(OK)) as r:
+        answer = await r.ask(post(ask(), headers=(f"x-request-timeout-s: {value}",)))
+        assert (answer.status, error_of(answer.body)["code"]) == (400, "bad_request")
+        assert not r.workers[0].calls
+
+
+@both_loops
+async def test_a_failure_when_the_time_is_over_is_not_tried_elsewhere() -> None:
+    def late(call: Call) -> None:
+        asyncio.get_running_loop().call_later(0.25, call.abort)
+
+    async with relay(late, answers(OK), timeouts=Timeouts(total_s=60)) as r:
+        assert (await r.ask(post(ask(), headers=("x-request-timeout-s: 30",)))).body == OK
+        assert [o.error_code for o in r.retried] == ["worker_broken"]
+
+
+@both_loops
+async def test_limits_by_path_and_model() -> None:
+    quick = {"first_byte_s": 0.1}
+    async with relay(silent, silent, answers(OK)) as r:
+        r.edge.timeouts = PhaseTimeouts(r.upstream.timeouts, paths={Endpoint.SCORE: quick}, models={"m": {}})
+        assert (await r.ask(post(ask(), path="/v1/score"))).body == OK
+        assert [o.error_code for o in r.retried] == ["worker_timeout"] * 2
+    async with relay(silent, answers(OK)) as r:
+        r.edge.timeouts = PhaseTimeouts(r.upstream.timeouts, models={"m": quick})
+        assert (await r.ask(post(ask()))).body == OK
+
+
 # --------------------------------------------------------------------------- after the first byte
 
 
@@ -245,8 +354,9 @@ async def test_a_stream_may_last_as_long_as_it_moves() -> None:
         client = await r.client()
         client.send(post(ask(stream=True)))
         call = await r.workers[0].call()
-        call.begin_stream()
+        call.begin_stream(TOKEN)
         await client.head()
+        assert await client.chunk() == TOKEN
         for _ in range(12):
             await asyncio.sleep(0.05)
             call.events(TOKEN)
@@ -263,13 +373,15 @@ async def test_the_total_limit_ends_even_a_moving_stream() -> None:
         client = await r.client()
         client.send(post(ask(stream=True)))
         call = await r.workers[0].call()
-        call.begin_stream()
+        call.begin_stream(TOKEN)
         await client.head()
         while not call.gone.is_set():
             call.events(TOKEN)
             await asyncio.sleep(0.01)
-        assert b"worker_timeout" in await client.rest()
-        assert (await r.outcome()).result is Result.TIMED_OUT
+        assert b"deadline_exceeded" in await client.rest()
+        outcome = await r.outcome()
+        assert (outcome.result, outcome.error_code) == (Result.TIMED_OUT, "deadline_exceeded")
+        assert next(iter(r.fleet.workers.values())).health.failures == 0  # it did what it should
 
 
 # --------------------------------------------------------------------------- clients at fault
@@ -493,7 +605,7 @@ async def test_bodies_in_memory_are_bounded_all_together() -> None:
             assert refused.headers["retry-after"] == "1"
         assert r.edge.buffered_bytes == len(ask(more=pad))
         assert r.edge.turned_away == 2
-        call.begin_stream()
+        call.begin_stream(TOKEN)
         await until(lambda: r.edge.buffered_bytes == 0)
         call.end_stream()
         assert (await first.answer()).status == 200

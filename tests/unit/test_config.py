@@ -8,7 +8,7 @@ import pytest
 
 from gateway.config import ConfigError, Settings, default_worker_name, load, worker_url
 from gateway.credentials import key_hash
-from gateway.records import EngineKind, RankChoice, WorkerId, WorkerSpec
+from gateway.records import Endpoint, EngineKind, RankChoice, WorkerId, WorkerSpec
 
 
 def problems_of(**kwargs: object) -> str:
@@ -204,3 +204,20 @@ def test_no_message_repeats_a_secret(tmp_path: Path) -> None:
 )
 def test_the_admin_port_is_the_machines_own_or_guarded_or_open_by_word(text: str, tmp_path: Path) -> None:
     assert load(write(tmp_path, text), environ={}).server.admin_host
+
+
+def test_limits_by_path_and_model(tmp_path: Path) -> None:
+    text = "timeouts: {idle_s: 5, paths: {/v1/score: {total_s: 3}}, models: {m: {idle_s: 7, connect_s: 1}}}\n"
+    timeouts = load(write(tmp_path, text), environ={}).timeouts
+    assert timeouts.paths[Endpoint.SCORE].changes() == {"total_s": 3}
+    assert timeouts.models["m"].changes() == {"idle_s": 7, "connect_s": 1}
+    for wrong, said in (
+        (
+            "paths: {/v1/scores: {total_s: 3}}",
+            "timeouts.paths./v1/scores: Input should be '/v1/chat/completions', '/v1/completions'",
+        ),
+        ("paths: {/v1/score: {totals: 3}}", "timeouts.paths./v1/score.totals: unknown key; did you mean `total_s`?"),
+        ("models: {m: {first_byte: 3}}", "timeouts.models.m.first_byte: unknown key; did you mean `first_byte_s`?"),
+        ("models: {m: {idle_s: 0}}", "timeouts.models.m.idle_s"),
+    ):
+        assert said in problems_of(path=write(tmp_path, f"timeouts: {{{wrong}}}\n"), environ={})
