@@ -381,6 +381,11 @@ class Exchange:
         relay = self._relay
         assert relay is not None
         self._work.stream = None
+        if relay.unsent and not told:
+            # Nothing has gone out: the client gets an answer that says why.
+            self._relay = None
+            self._refuse(error)
+            return
         self._finish(result_of(error), relay.status, now, error_code=error.code)
         if told:
             self.keep_alive = False

@@ -125,8 +125,9 @@ class Relay:
         self._tail = AnswerTail(endpoint, stream=self._events) if self._success and self._filter is None else None
         framing = self._framing(fields, http_1_0=http_1_0)
         self._chunked = framing is Framing.CHUNKED
-        self._tells = self._events and framing is not Framing.LENGTH
-        """A last event fits in; behind a stated length it would pass for a part of the answer."""
+        self._tells = self._events and framing in (Framing.CHUNKED, Framing.CLOSE)
+        """A last event fits in; behind a stated length it would pass for a part of the answer, and without a body for
+        the next one."""
         self.closes = framing is Framing.CLOSE or not keep_alive
         """The client's connection ends with this answer."""
         self._head = self._client_head(fields, framing, receipts + cors)
@@ -208,7 +209,8 @@ class Relay:
     def on_end(self, now: float) -> None:
         """The framing of the worker's answer is whole: when its last event is there too, finish the client's."""
         if self._tells and self._success:
-            end = stream_end(self._endpoint, self._last_bytes())
+            begun = self._tail is None or self._tail.whole
+            end = stream_end(self._endpoint, self._last_bytes(), whole=begun)
             if end is StreamEnd.CUT:
                 self.on_failure(WorkerBroken("the worker ended its stream before its answer was complete"), now)
                 return
@@ -250,6 +252,11 @@ class Relay:
         return self._tail.last() if self._tail is not None else b""
 
     # ---------------------------------------------------------------- readings
+
+    @property
+    def unsent(self) -> bool:
+        """The client has got nothing yet."""
+        return bool(self._head)
 
     def send_head(self) -> None:
         """Send the head now, if no byte of the body has taken it along."""

@@ -161,15 +161,16 @@ def next_sequence(last: bytes) -> int:
     return int(numbers[-1]) + 1 if numbers else 0
 
 
-def stream_end(endpoint: Endpoint, last: bytes) -> StreamEnd:
-    """Judge a stream by its last bytes, at least `LAST_BYTES` of them where there are as many.
+def stream_end(endpoint: Endpoint, last: bytes, *, whole: bool) -> StreamEnd:
+    """Judge a stream by its last bytes, at least `LAST_BYTES` of them where there are as many; `whole`: no event's
+    beginning can be missing from them.
 
     Chunk sizes between events do no harm: no line of theirs begins with `data:`.
     """
     lines = _last_data(last)
     if not lines:
         # Of a last event that is longer than what was kept the type is unknown: the framing decides.
-        return StreamEnd.WHOLE if len(last) >= LAST_BYTES and endpoint in _LAST_TYPES else StreamEnd.CUT
+        return StreamEnd.CUT if whole or endpoint is not Endpoint.RESPONSES else StreamEnd.WHOLE
     done = lines[0] == _DONE
     for line in lines[:_EVENTS_JUDGED] if done else lines[:1]:
         if _tells_failure(line):

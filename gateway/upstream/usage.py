@@ -108,6 +108,11 @@ class AnswerTail:
         if self._size > self._limit:
             self._trim()
 
+    @property
+    def whole(self) -> bool:
+        """Nothing has been let go."""
+        return self._whole
+
     def last(self) -> bytes:
         """What is kept of the end of the body so far: all of it, or at least `STREAM_TAIL_BYTES` of a stream."""
         return b"".join(self._pieces)

@@ -648,3 +648,34 @@ async def test_one_connection_too_many_is_told_and_a_flood_is_cut() -> None:
         await until(lambda: r.edge.connections == 0)
         assert r.edge.turned_away == 31
         assert (await r.ask(post(ask()))).status == 200
+
+
+@both_loops
+async def test_a_plain_answer_that_breaks_with_its_head_is_a_502() -> None:
+    """Head and end in one read: nothing of it has gone out, so the client is told."""
+
+    def script(call: Call) -> None:
+        call.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
+
+    async with relay(script) as r:
+        answer = await r.ask(post(ask()))
+        assert (answer.status, error_of(answer.body)["code"]) == (502, "worker_broken")
+        assert [(o.status, o.result) for o in r.outcomes] == [(502, Result.WORKER_FAILED)]
+        await until(r.quiet)
+
+
+@both_loops
+@pytest.mark.parametrize(("sent", "got"), [("304 Not Modified", 304), ("204 No Content", 502)])
+async def test_an_event_stream_that_has_no_body_gets_none(sent: str, got: int) -> None:
+    """204 is a success, and a successful stream has events."""
+
+    def script(call: Call) -> None:
+        call.send(f"HTTP/1.1 {sent}\r\ncontent-type: text/event-stream\r\n\r\n".encode())
+
+    async with relay(script) as r:
+        client = await r.client()
+        client.send(post(ask(stream=True), headers=("connection: close",)))
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d " % got)
+        assert (body == b"") == (got == 304)
+        await until(r.quiet)
