@@ -29,7 +29,7 @@ from gateway.checks import Basis, Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.kv import KvIndex, Overlaps, Remembered, Speculation
 from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, View, pick
-from gateway.pool import Fleet, Pool, Reservation, RetryBudget, Sessions, Worker
+from gateway.pool import Fleet, Pool, Reservation, RetryBudget, Sessions, Worker, eligible
 from gateway.records import (
     Decision,
     Ending,
@@ -309,7 +309,7 @@ class Router:
         self, request: InferenceRequest, blocks: PrefixBlocks, now: float, tried: frozenset[WorkerId]
     ) -> _Choice:
         pool = self.pool(request.model)
-        workers, excluded = _candidates(pool, blocks, tried)
+        workers, excluded = eligible(pool, request.endpoint, blocks, tried)
         if not workers:
             raise NoWorker(f"no worker of model {pool.name!r} is ready", retry_after_s=_RETRY_AFTER_S)
         slots = pool.slots if workers is pool.ready else [worker.slot for worker in workers]
@@ -534,32 +534,6 @@ def _prompts(request: InferenceRequest) -> int:
 def _answers(request: InferenceRequest) -> int:
     """How many texts the worker is to write: choices of each prompt."""
     return _prompts(request) * min(request.choices, _MAX_CHOICES)
-
-
-def _candidates(
-    pool: Pool, blocks: PrefixBlocks, tried: frozenset[WorkerId]
-) -> tuple[Sequence[Worker], tuple[tuple[WorkerId, str], ...]]:
-    """Workers of the pool that may have the request, and why the others may not.
-
-    A prompt too long for some of them goes to the others; one too long for all goes anywhere, so that the client
-    gets the engine's own words.
-    """
-    workers: Sequence[Worker] = pool.ready
-    excluded = pool.not_ready
-    if tried:
-        excluded += tuple((worker.id, "tried") for worker in workers if worker.id in tried)
-        workers = [worker for worker in workers if worker.id not in tried] or [
-            worker for worker in pool.spare if worker.id not in tried
-        ]
-    if pool.shortest is not None and blocks.chains:
-        longest = max(chain.tokens for chain in blocks.chains)
-        if longest > pool.shortest:
-            fits = [w for w in workers if w.facts.max_model_len is None or longest <= w.facts.max_model_len]
-            if fits:
-                kept = {worker.id for worker in fits}
-                excluded += tuple((worker.id, "context_length") for worker in workers if worker.id not in kept)
-                workers = fits
-    return workers, excluded
 
 
 def _leading(blocks: PrefixBlocks) -> int | None:

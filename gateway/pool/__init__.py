@@ -1,5 +1,6 @@
 """Workers and pools: who may serve a request, what each has in flight, how fast each is."""
 
+from gateway.pool.eligible import eligible
 from gateway.pool.fleet import ANY_MODEL, MAX_WORKERS, Fleet, Pool, ServedModel
 from gateway.pool.health import Breaker, HealthSettings, RetryBudget, WorkerState
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
@@ -23,4 +24,5 @@ __all__ = [
     "Sessions",
     "Worker",
     "WorkerState",
+    "eligible",
 ]

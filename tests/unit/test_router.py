@@ -52,8 +52,8 @@ class Bench:
         for number in range(count):
             self.join(f"w{number}")
 
-    def join(self, name: str, *, max_model_len: int | None = None) -> None:
-        facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), block_size=SIZE, kv_blocks=4096, max_model_len=max_model_len)
+    def join(self, name: str, *, max_model_len: int | None = None, engine: EngineKind = EngineKind.VLLM) -> None:
+        facts = WorkerFacts(engine, "1", ("m",), block_size=SIZE, kv_blocks=4096, max_model_len=max_model_len)
         worker = self.fleet.add(WorkerSpec(WorkerId(name), f"http://{name}:8000"), facts, 0.0)
         self.index.bind(worker.slot, block_size=SIZE)
 
@@ -169,6 +169,15 @@ def test_a_prompt_goes_where_its_length_fits_and_anywhere_when_it_fits_nowhere()
     assert {decision.worker for decision in decisions} == {"long"}
     assert decisions[0].excluded == ((WorkerId("short"), "context_length"),)
     assert bench.route([9] * 5000).decision.excluded == ()
+
+
+def test_sglangs_own_path_goes_to_workers_that_have_it() -> None:
+    bench = Bench(3)
+    bench.join("s", engine=EngineKind.SGLANG)
+    decisions = [bench.route([1], endpoint=Endpoint.GENERATE).decision for _ in range(8)]
+    assert {decision.worker for decision in decisions} == {"s"}
+    assert decisions[0].excluded == tuple((WorkerId(f"w{n}"), "engine") for n in range(3))
+    assert Bench(2).route([1], endpoint=Endpoint.GENERATE).decision.excluded == ()
 
 
 def test_an_unknown_model_names_a_few_that_are_served() -> None:
