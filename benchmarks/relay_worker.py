@@ -1,15 +1,17 @@
 """A worker for benchmarks: answers at once from prepared bytes, so that nearly all CPU measured elsewhere is elsewhere.
 
-    python -m benchmarks.relay_worker --port 9001
+    python -m benchmarks.relay_worker --port 9001 [--chunks 100] [--every 0.02]
 
-POST with `"stream":true` gets 100 chunks, one every 20 ms by an absolute timetable (a late chunk does not delay the
-ones after it); any other POST a chat answer of 500 bytes. `GET` answers as a vLLM worker would to a gateway's probes.
+POST with `"stream":true` gets 100 chunks, one every 20 ms (or as given) by an absolute timetable (a late chunk does not
+delay the ones after it); any other POST a chat answer of 500 bytes. `GET` answers as a vLLM worker would to a gateway's
+probes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 
 import uvloop
@@ -91,7 +93,9 @@ _PAGES = {
 class Worker(asyncio.Protocol):
     """One connection; requests one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: int, every_s: float) -> None:
+        self._chunks = chunks
+        self._every_s = every_s
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -125,22 +129,23 @@ class Worker(asyncio.Protocol):
             self._transport.write(_STREAM_HEAD + _FIRST)
             self._sent = 1
             self._began = self._loop.time()
-            self._timer = self._loop.call_at(self._began + CHUNK_EVERY_S, self._tick)
+            self._timer = self._loop.call_at(self._began + self._every_s, self._tick)
         else:
             self._transport.write(_ANSWER)
 
     def _tick(self) -> None:
         self._sent += 1
-        if self._sent >= CHUNKS:
+        if self._sent >= self._chunks:
             self._timer = None
             self._transport.write(_NEXT + (_USAGE_CHUNK if self._usage else b"") + _END)
             return
         self._transport.write(_NEXT)
-        self._timer = self._loop.call_at(self._began + self._sent * CHUNK_EVERY_S, self._tick)
+        self._timer = self._loop.call_at(self._began + self._sent * self._every_s, self._tick)
 
 
-async def _serve(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Worker, "127.0.0.1", port, backlog=1024)
+async def _serve(port: int, chunks: int, every_s: float) -> None:
+    made = functools.partial(Worker, chunks, every_s)
+    server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", port, backlog=2048)
     print("ready", flush=True)
     await server.serve_forever()
 
@@ -148,4 +153,7 @@ async def _serve(port: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    uvloop.run(_serve(parser.parse_args().port))
+    parser.add_argument("--chunks", type=int, default=CHUNKS)
+    parser.add_argument("--every", type=float, default=CHUNK_EVERY_S, help="seconds")
+    args = parser.parse_args()
+    uvloop.run(_serve(args.port, args.chunks, args.every))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 
+from benchmarks import soak
 from gateway.sim.server import SimulatedWorker
 from tests.integration.rig import Rig, fast, rig, until
 
@@ -114,3 +116,11 @@ def _has_heard(engine: SimulatedWorker, aborts: int) -> bool:
 
 async def _post(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
     await http.post("/v1/completions", json=body)
+
+
+async def test_a_short_soak_accounts_for_every_request(tmp_path: Path) -> None:
+    """Processes, faults and kills, as `python -m benchmarks.soak chaos` runs them for minutes."""
+    figures = await soak.chaos(minutes=0.1, rate=20, engines=2, seed=3, folder=tmp_path)
+    assert figures["accounted"] == figures["requests"]
+    for nothing in ("lost", "tracebacks", "accounting_drift", "worker_inflight_requests", "worker_inflight_tokens"):
+        assert figures[nothing] == 0, (nothing, figures)
