@@ -28,7 +28,7 @@ from gateway.pool.health import Evidence, Health, HealthSettings, RetryBudget, W
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
 from gateway.pool.trust import MISS_THRESHOLD, Trust
 from gateway.pool.worker import STALE_S, Reservation, Worker
-from gateway.records import Ending, LoadSample, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import Ending, LoadSample, Result, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
 
 ANY_MODEL = "*"
 """In a configured block size: every model that is not named itself."""
@@ -214,8 +214,9 @@ class Fleet:
         """About twice a second: what depends on time alone is renewed."""
         for worker in self._workers.values():
             worker.tick(now)
-            with self._moving(worker) as health:
-                health.tick(now)
+            if worker.health.watched:  # else time changes nothing
+                with self._moving(worker) as health:
+                    health.tick(now)
 
     def key_block_size(self, worker: Worker) -> int:
         """Tokens a block of the keys its pools use; its own block size is a multiple."""
@@ -279,6 +280,8 @@ class Fleet:
 
     def ended(self, worker: Worker, ending: Ending, *, sent_at: float, credited: bool) -> None:
         """A request or an attempt is over; `credited`: `answered` was true of it."""
+        if ending.result is Result.COMPLETED and not worker.health.watched:
+            return  # nearly always
         match evidence_of(ending):
             case Evidence.GOOD if worker.health.watched and not credited:
                 self.answered(worker, ending.ended_at, sent_at=sent_at)

@@ -280,7 +280,7 @@ class Health:
     # ---------------------------------------------------------------- time
 
     def tick(self, now: float) -> None:
-        """Called about twice a second."""
+        """Called about twice a second; needed while `watched`."""
         if self.breaker is Breaker.OPEN and now >= self._until:
             self.breaker = Breaker.HALF_OPEN
         elif self._slow:
