@@ -111,7 +111,7 @@ async def test_the_breaker_never_opens_for_4xx() -> None:
 
 
 async def test_a_worker_that_never_answers_beside_one_that_streams() -> None:
-    settings = {**QUICK, "timeouts": {"first_byte_s": 4.0}, "routing": {"policy": "round_robin"}}
+    settings = {**QUICK, "timeouts": {"first_byte_s": 5, "connect_s": 60}, "routing": {"policy": "round_robin"}}
     async with rig(2, settings=settings) as r:
         stuck = worker(r, "w1")
         r.engines[0].fault(Fault(FaultKind.FREEZE))
@@ -123,10 +123,10 @@ async def test_a_worker_that_never_answers_beside_one_that_streams() -> None:
                 await asyncio.sleep(0.2)
 
         scraping = asyncio.create_task(scrape())
-        ends = await asyncio.gather(*(stream_one(r, seed) for seed in range(300)))
+        ends = await asyncio.gather(*(stream_one(r, seed) for seed in range(60)))
         # Half go to the one that streams; the others fail over as far as the budget of retries lasts.
         assert set(ends) <= {"whole", "504"}
-        assert ends.count("whole") > 150
+        assert ends.count("whole") > 30
         await until(lambda: 2 in seen)
         assert stuck.state is WorkerState.EJECTED
         before = r.engines[0].received
