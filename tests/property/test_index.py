@@ -107,7 +107,9 @@ class IndexMachine(RuleBasedStateMachine):
     def placeholder(self, place: tuple[int, int], path: Path, depth: int, alias: int) -> None:
         worker, rank = place
         name: Name = (path[:depth], alias)
-        self.index.apply(Slot(worker), rank, [Stored([name_hash(worker, rank, name)], None, [], 0, Tier.CPU)])
+        # It says its own size, a block's: else the index would find out the size of chunks (tests/unit/kv/test_offload).
+        event = Stored([name_hash(worker, rank, name)], None, [], SIZE, Tier.CPU)
+        self.index.apply(Slot(worker), rank, [event])
         self.model[worker][rank].add(name, Tier.CPU, None, has_tokens=False)
 
     @rule(place=places, tier=st.sampled_from(TIERS), data=st.data())
