@@ -107,7 +107,7 @@ class IndexMachine(RuleBasedStateMachine):
     def placeholder(self, place: tuple[int, int], path: Path, depth: int, alias: int) -> None:
         worker, rank = place
         name: Name = (path[:depth], alias)
-        # It says its own size, a block's: else the index would find out the size of chunks (tests/unit/kv/test_offload).
+        # It says its size, a block: else the index would work out the size of chunks (tests/unit/kv/test_offload).
         event = Stored([name_hash(worker, rank, name)], None, [], SIZE, Tier.CPU)
         self.index.apply(Slot(worker), rank, [event])
         self.model[worker][rank].add(name, Tier.CPU, None, has_tokens=False)
