@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 
-from benchmarks import soak
 from gateway.sim.server import SimulatedWorker
 from tests.integration.rig import Rig, fast, rig, until
 
+ROOT = Path(__file__).parents[2]
 REQUESTS = 1000
 AT_ONCE = 100
 
@@ -118,9 +120,13 @@ async def _post(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
     await http.post("/v1/completions", json=body)
 
 
-async def test_a_short_soak_accounts_for_every_request(tmp_path: Path) -> None:
+def test_a_short_soak_accounts_for_every_request(tmp_path: Path) -> None:
     """Processes, faults and kills, as `python -m benchmarks.soak chaos` runs them for minutes."""
-    figures = await soak.chaos(minutes=0.1, rate=20, engines=2, seed=3, folder=tmp_path)
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.soak", "chaos", "--minutes", "0.1", "--rate", "20", "--engines", "2"]
+    done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
     assert figures["accounted"] == figures["requests"]
     for nothing in ("lost", "tracebacks", "accounting_drift", "worker_inflight_requests", "worker_inflight_tokens"):
         assert figures[nothing] == 0, (nothing, figures)
