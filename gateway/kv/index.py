@@ -54,7 +54,8 @@ class Applied(NamedTuple):
     `repeated` are announcements of blocks held already, `orphans` blocks that wait for their parent or their tokens,
     `dropped` old orphans that had to go for them. `ignored` is by reason: `unknown_removal` (announced before
     we listened), `let_go` (removals of blocks dropped here for a limit), `cache_group` (not full attention),
-    `block_size` (identity problem), `malformed`, `unbound`.
+    `block_size` (identity problem), `malformed`, `unbound`. `unfinished`: a great many orphans have found their
+    parents; apply again, without events too, to place the rest.
     """
 
     stored: Mapping[Tier, int]
@@ -64,6 +65,7 @@ class Applied(NamedTuple):
     orphans: int = 0
     dropped: int = 0
     clears: int = 0
+    unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class KvIndex:
         if preview is not None:
             preview.put_back(self._placement, worker)
         tally = Tally()
+        if table.ready:
+            self._placement.go_on(worker, table, tally)
         self._placement.apply(worker, table, events, tally)
         self._weigh(worker)
         if worker.span > 1:
@@ -176,7 +180,7 @@ class KvIndex:
         worker.clears += tally.clears
         worker.removed += sum(tally.removed)
         self._orphans_dropped += tally.dropped
-        return _applied(tally)
+        return _applied(tally, unfinished=bool(table.ready))
 
     def preview(self, slot: Slot, rank: int, events: Sequence[KvEvent]) -> None:
         """Show what later events of a rank say while earlier ones are missing, until `end_preview`; they come again
@@ -500,7 +504,7 @@ def _by_tier(counts: list[int]) -> Mapping[Tier, int]:
     return {tier: count for tier, count in zip(TIERS, counts, strict=True) if count}
 
 
-def _applied(tally: Tally) -> Applied:
+def _applied(tally: Tally, *, unfinished: bool) -> Applied:
     return Applied(
         _by_tier(tally.stored),
         _by_tier(tally.removed),
@@ -509,4 +513,5 @@ def _applied(tally: Tally) -> Applied:
         tally.orphans,
         tally.dropped,
         tally.clears,
+        unfinished,
     )

@@ -27,18 +27,23 @@ from gateway.records import BlockKey, EngineHash, Tier
 _WIDENED: Final = 64
 """Chunks that get their other blocks once it is known how many they have: the newest, usually the first two."""
 
+_ADOPTED_AT_ONCE: Final = 2_000
+"""Orphans placed in one call: some 8 ms."""
+
 _GPU: Final = Tier.GPU  # hashing an enum member runs Python code; the usual tier is compared instead
 
 
 class Tally:
-    """Counts of one batch, in blocks of the engine. `stored` and `removed` are by tier, in the order of `TIERS`."""
+    """Counts of one batch, in blocks of the engine. `stored` and `removed` are by tier, in the order of `TIERS`;
+    `adopted` are orphans whose parents became known."""
 
-    __slots__ = ("clears", "dropped", "ignored", "orphans", "removed", "repeated", "stored")
+    __slots__ = ("adopted", "clears", "dropped", "ignored", "orphans", "removed", "repeated", "stored")
 
     def __init__(self) -> None:
         self.stored = [0, 0, 0, 0]
         self.removed = [0, 0, 0, 0]
         self.repeated = 0
+        self.adopted = 0
         self.orphans = 0
         self.dropped = 0
         self.clears = 0
@@ -302,7 +307,8 @@ class Placement:
                     self._adopt(worker, table, engine_hash, tally)
 
     def _adopt(self, worker: WorkerTable, table: RankTable, engine_hash: EngineHash, tally: Tally) -> None:
-        """`engine_hash` is known now: place what waited for it, and what waits for that in turn."""
+        """`engine_hash` is known now: place what waited for it, and what waits for that in turn; what is too much for
+        one call is for `go_on`."""
         known = table.take_orphan(engine_hash)
         if known is not None:
             keys = table.keys_of(engine_hash)
@@ -310,15 +316,19 @@ class Placement:
                 self._place_copies(worker, table, engine_hash, known.copies, keys, tally)
                 if table.chunks.news:
                     self._widen(worker, table)
-        ready = [engine_hash]
-        while ready:
-            parent = ready.pop()
-            children = table.take_children(parent)
-            if not children:
-                continue
-            seed = table.key_of(parent)
-            if seed is None:
-                continue
+        seed = table.key_of(engine_hash)
+        if seed is not None and table.awaited(engine_hash):
+            table.ready.append((engine_hash, seed))
+            self.go_on(worker, table, tally)
+
+    def go_on(self, worker: WorkerTable, table: RankTable, tally: Tally) -> None:
+        """Place orphans whose parents are known, as many as one call may."""
+        while table.ready and tally.adopted < _ADOPTED_AT_ONCE:
+            parent, seed = table.ready.pop()
+            children = table.take_children(parent, _ADOPTED_AT_ONCE - tally.adopted)
+            if table.awaited(parent):
+                table.ready.append((parent, seed))
+            tally.adopted += len(children)
             for child, orphan in children:
                 tokens = orphan.tokens
                 if tokens is None:
@@ -333,7 +343,8 @@ class Placement:
                     else _chain_with_extras(seed, tokens, worker.block_size, span, extras)
                 )
                 self._place_copies(worker, table, child, orphan.copies, child_keys, tally)
-                ready.append(child)
+                if table.awaited(child):
+                    table.ready.append((child, child_keys[-1]))
 
     def _place_copies(
         self,

@@ -42,6 +42,8 @@ class Preview:
     def show(self, placement: Placement, worker: WorkerTable, events: Sequence[KvEvent]) -> None:
         """Show events. A clear hides nothing: the feed then needs no preview."""
         tally = Tally()
+        if self.over.ready:
+            placement.go_on(worker, self.over, tally)
         for event in events:
             if type(event) is Stored:
                 placement.apply(worker, self.over, (event,), tally)

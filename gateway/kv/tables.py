@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from gateway.keys import namespace
@@ -57,8 +58,8 @@ class RankTable:
     hash to block key; `copies[tier]` counts copies beyond the first; `heads[tier]` has the earlier keys of a block that
     stands for several keys there: because it spans them (see `KvIndex`), or because it ends a chunk. `chunks` and
     `lifetimes[tier]`: see `offload`. `let_go` counts removals to come of blocks that were dropped here, for a limit:
-    no sign of a strange feed. `usual_kinds` has the kind last told for each group that counts: a store that
-    repeats it need not ask `measures`."""
+    no sign of a strange feed. `ready` are known blocks, with their keys, for which orphans wait. `usual_kinds` has the
+    kind last told for each group that counts: a store that repeats it need not ask `measures`."""
 
     __slots__ = (
         "_children",
@@ -73,6 +74,7 @@ class RankTable:
         "lifetimes",
         "orphans",
         "placeholders",
+        "ready",
         "usual_kinds",
     )
 
@@ -86,6 +88,7 @@ class RankTable:
         self.orphans: OrderedDict[EngineHash, Orphan] = OrderedDict()  # finds the oldest at once, a plain one does not
         self.placeholders = 0
         self.let_go = 0
+        self.ready: list[tuple[EngineHash, BlockKey]] = []
         self._children: dict[EngineHash, dict[EngineHash, None]] = {}  # removals come in any order
         self.usual_kinds: dict[int | None, str] = {} if below is None else below.usual_kinds
         self._groups: dict[int | None, bool] = {} if below is None else below._groups
@@ -174,9 +177,22 @@ class RankTable:
         if orphan is not None:
             self.let_go += sum(orphan.copies)
 
-    def take_children(self, parent: EngineHash) -> list[tuple[EngineHash, Orphan]]:
-        """Remove and return the orphans that wait for `parent`."""
-        return [(child, self.orphans.pop(child)) for child in self._children.pop(parent, ())]
+    def awaited(self, parent: EngineHash) -> bool:
+        """Whether orphans wait for this block."""
+        return parent in self._children
+
+    def take_children(self, parent: EngineHash, most: int) -> list[tuple[EngineHash, Orphan]]:
+        """Remove and return at most so many of the orphans that wait for `parent`."""
+        waiting = self._children.get(parent)
+        if waiting is None:
+            return []
+        taken = list(islice(waiting, most))
+        if len(taken) == len(waiting):
+            del self._children[parent]
+        else:
+            for child in taken:
+                del waiting[child]
+        return [(child, self.orphans.pop(child)) for child in taken]
 
     def remove_orphan_copy(self, engine_hash: EngineHash, tier: int) -> bool:
         """A removal of a block that has no key. False when no such copy was announced."""
@@ -199,6 +215,7 @@ class RankTable:
         self.orphans = OrderedDict()
         self.placeholders = 0
         self.let_go = 0
+        self.ready = []
         self._children = {}
 
 

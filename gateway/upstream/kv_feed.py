@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -157,6 +157,7 @@ class KvFeed:
         self._purging: Generator[int, None, None] | None = None
         self._doing: tuple[_Lane, Apply | Preview, Iterator[KvEvent]] | None = None
         self._begun: deque[Generator[int, None, None]] = deque()  # purges that somebody else has begun
+        self._unfinished: _Lane | None = None  # what waited for its blocks is being placed
         self._previewed: set[int] = set()  # ranks with a preview
         self._wanted: deque[_Wish] = deque(maxlen=_MAX_WANTED)
         self._running = False
@@ -165,7 +166,13 @@ class KvFeed:
     @property
     def caught_up(self) -> bool:
         """Whether the index shows what this rank published: replay done, nothing received waits to be applied."""
-        busy = self._actions or self._begun or self._doing is not None or self._purging is not None
+        busy = (
+            self._actions
+            or self._begun
+            or self._doing is not None
+            or self._purging is not None
+            or self._unfinished is not None
+        )
         return self._state.caught_up and not busy
 
     @property
@@ -247,7 +254,7 @@ class KvFeed:
         finally:
             self._running = False
             self._actions.clear()
-            self._doing = None
+            self._doing = self._unfinished = None
             for purging in (self._purging, *self._begun):
                 if purging is not None:
                     purging.close()
@@ -271,6 +278,9 @@ class KvFeed:
         if self._purging is not None:
             if next(self._purging, None) is None:
                 self._purging = None
+            return True
+        if self._unfinished is not None:
+            self._apply(self._unfinished, ())
             return True
         if self._doing is not None:
             self._apply_some(*self._doing)
@@ -440,7 +450,11 @@ class KvFeed:
         if isinstance(action, Preview):
             self._index.preview(self.slot, lane.rank, events)
             return
+        self._apply(lane, events)
+
+    def _apply(self, lane: _Lane, events: Sequence[KvEvent]) -> None:
         applied = self._index.apply(self.slot, lane.rank, events)
+        self._unfinished = lane if applied.unfinished else None
         self.totals.add(applied)
         if applied.removed or applied.ignored:
             unknown = applied.ignored.get("unknown_removal", 0)

@@ -233,6 +233,18 @@ async def test_blocks_that_stand_for_many_keys_are_applied_a_few_at_a_time() -> 
             assert len(seen - {0}) >= 5
 
 
+async def test_orphans_are_placed_to_the_last_when_their_head_comes() -> None:
+    names = range(1, 7001)
+    with engine() as publisher:
+        for name in names:
+            publisher.publish(stored(name, parent=9000))
+        publisher.publish(stored(9000))
+        async with following(publisher.source()) as (feed, index):
+            await until(lambda: feed.caught_up)
+            assert resident(index) == {*names, 9000}
+            assert index.stats().orphans == 0
+
+
 async def test_feeds_share_their_turns() -> None:
     index = KvIndex()
     index.bind(WORKER, block_size=SIZE)

@@ -292,6 +292,34 @@ def test_orphans_of_one_parent_go_in_any_order_at_the_same_cost() -> None:
     assert cost(oldest_first[::-1]) < 20 * cost(oldest_first)
 
 
+@pytest.mark.parametrize("one_chain", [True, False])
+def test_a_great_many_orphans_are_placed_in_steps(index: KvIndex, *, one_chain: bool) -> None:
+    ids = tokens(7000, start=1)
+    names = range(1, 7001)
+    if one_chain:
+        apply(index, A, store(names, ids, parent=9000))
+    else:
+        for name in names:
+            apply(index, A, store([name], ids[(name - 1) * SIZE : name * SIZE], parent=9000))
+    placed = [apply(index, A, store([9000], tokens(1)))]
+    apply(index, A, removed(7000), removed(1) if not one_chain else store([8000], tokens(1, start=8000)))
+    while index.apply(A, 0, []).unfinished:
+        assert len(placed) < 10
+        placed.append(apply(index, A))
+    assert placed[0].unfinished
+    assert placed[0].stored[Tier.GPU] == 2001
+    assert (index.stats().orphans, index.resident(A, Tier.GPU)) == (0, 7001 if one_chain else 6999)
+    expected = request(tokens(1) + ids) if one_chain else request(tokens(1) + ids[5 * SIZE : 6 * SIZE])
+    assert held(index, expected, A) == (7000 if one_chain else 2)
+
+
+def test_a_clear_takes_orphans_along_that_were_about_to_be_placed(index: KvIndex) -> None:
+    apply(index, A, store(range(1, 4001), tokens(4000, start=1), parent=9000))
+    assert apply(index, A, store([9000], tokens(1))).unfinished
+    assert not apply(index, A, Cleared()).unfinished
+    assert (index.stats().orphans, index.stats().keys, index.resident(A, Tier.GPU)) == (0, 0, 0)
+
+
 def test_orphans_never_reach_another_rank_or_worker(index: KvIndex) -> None:
     apply(index, A, store([2], tokens(1, start=1), parent=1))
     apply(index, B, store([1], tokens(1)))
