@@ -123,6 +123,7 @@ class _Booking:
     beside: Speculation | None = None
     """The same for the blocks of its text, where its token ids are told by an engine."""
     remembered: Remembered | None = None
+    closed: bool = False
 
 
 class _Ledger:
@@ -164,6 +165,9 @@ class _Ledger:
         return credited
 
     def close(self, booking: _Booking, ending: Ending, *, credited: bool) -> None:
+        if booking.closed:
+            return
+        booking.closed = True
         now = ending.ended_at
         self.open -= 1
         self._fleet.ended(booking.worker, ending, sent_at=booking.reservation.sent_at, credited=credited)
@@ -465,8 +469,8 @@ class Lease:
         """
         if self._outcome is not None:
             return self._outcome
+        self._ledger.close(self._booking, ending, credited=self._credited)  # first: nothing below may keep it open
         outcome = self._outcome = self._record.outcome = self._make_outcome(ending, started_at, stages, retries)
-        self._ledger.close(self._booking, ending, credited=self._credited)
         if ending.usage is not None and outcome.delivered_tokens is not None:
             self._ledger.reported(self._booking, ending.usage.prompt_tokens, outcome.delivered_tokens, ending.ended_at)
         self._learn(ending, outcome)

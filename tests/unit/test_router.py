@@ -290,6 +290,18 @@ def test_settling_is_once_and_returns_the_same_outcome() -> None:
     assert outcome.inter_token_s == pytest.approx(0.5 / 9)
 
 
+def test_a_lease_is_given_back_even_when_its_outcome_cannot_be_made() -> None:
+    bench = Bench(1)
+    lease = bench.route(words(Random(1), 100), 1.0)
+    broken = completed(2.0)
+    object.__setattr__(broken, "usage", object())  # no usage at all
+    for _ in range(2):
+        with pytest.raises(AttributeError):
+            lease.settle(broken, started_at=0.9, stages=StageTimes())
+        assert (lease.worker.inflight_requests, bench.router.open_leases) == (0, 0)
+        assert bench.index.stats().speculative == 0
+
+
 # --------------------------------------------------------------------------- speculative entries
 
 
