@@ -217,6 +217,8 @@ class Fleet:
             if worker.health.watched:  # else time changes nothing
                 with self._moving(worker) as health:
                     health.tick(now)
+        for pool in self._pools.values():
+            pool.retries.tick(now)
 
     def key_block_size(self, worker: Worker) -> int:
         """Tokens a block of the keys its pools use; its own block size is a multiple."""

@@ -392,6 +392,10 @@ class RetryBudget:
         self._retries[self._second % BUDGET_WINDOW_S] += 1
         self.retried += 1
 
+    def tick(self, now: float) -> None:
+        """Time has passed: brings `retried` up to date where nobody asks."""
+        self._advance(int(now))
+
     def _advance(self, second: int) -> None:
         """The seconds passed since then leave the window."""
         for passed in range(self._second + 1, min(second, self._second + BUDGET_WINDOW_S) + 1):

@@ -119,6 +119,7 @@ def test_retries_never_exceed_their_share(sequence: list[tuple[float, int, int]]
                 budget.retry(now)
                 made += 1
         log.append((int(now), requests, made))
+        budget.tick(now)
         window: list[Any] = [entry for entry in log if entry[0] > int(now) - BUDGET_WINDOW_S]
         sent, retried = sum(entry[1] for entry in window), sum(entry[2] for entry in window)
         assert budget.retried == retried
