@@ -18,8 +18,8 @@ from pydantic_core import PydanticUndefined
 
 from gateway import errors
 from gateway.cli.app import app
-from gateway.config import ENV_PREFIX, Settings
 from gateway.findings import KINDS
+from gateway.settings import ENV_PREFIX, Settings
 from gateway.telemetry.metrics import describe_metrics
 
 HERE = Path(__file__).parent / "reference"

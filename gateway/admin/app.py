@@ -39,11 +39,11 @@ from gateway.admin.answers import (
 )
 from gateway.admin.guard import Guard, Unauthorized, token_check
 from gateway.api import parse_request
-from gateway.config import WorkerSettings
 from gateway.errors import BadRequest, GatewayError, NotFound, PayloadTooLarge
 from gateway.prefix import PromptHasher
 from gateway.records import Endpoint, PrefixBlocks, PrefixMode, WorkerId, WorkerSpec
 from gateway.router import Recent, Router
+from gateway.settings import WorkerSettings
 from gateway.telemetry import CONTENT_TYPE, Exposition, Readings
 
 MAX_DECISIONS = 256

@@ -13,8 +13,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import SecretStr, ValidationError
 
-from gateway.config import POLICIES, ConfigError, Settings, load
+from gateway.config import ConfigError, load
 from gateway.credentials import KeySettings, key_hash, make_key
+from gateway.settings import POLICIES, Settings
 
 app = typer.Typer(
     name="kvgate",

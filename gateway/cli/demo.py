@@ -13,8 +13,8 @@ import typer
 import uvloop
 from rich.console import Console
 
-from gateway.config import ModelSettings, RoutingSettings, ServerSettings, Settings, WorkerSettings
 from gateway.runtime import Gateway
+from gateway.settings import ModelSettings, RoutingSettings, ServerSettings, Settings, WorkerSettings
 from gateway.sim.demo import DemoGatewayConfig, DemoSettings, GatewayCounters, GatewayHandle, PolicyScore, run_demo
 from gateway.sim.demo_view import print_summary, showing
 from gateway.sim.releases import Dialect

@@ -22,11 +22,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from gateway.cli.serve import with_tokenizers
-from gateway.config import ConfigError, Settings
+from gateway.config import ConfigError
 from gateway.doctor import Checked, GatewaySeen, Plan, Tools, ask_gateway, check_fleet, new_prompt, worst
 from gateway.records import Finding, Severity, WorkerId, WorkerSpec
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.tls import worker_context
+from gateway.settings import Settings
 from gateway.telemetry import set_up_logging
 from gateway.upstream.control import ControlClient, open_control_client
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import typer
 import uvloop
 
-from gateway.config import ConfigError, ModelSettings, Settings
+from gateway.config import ConfigError
 from gateway.pool import ANY_MODEL
 from gateway.runtime import Gateway
 from gateway.runtime.garbage import tune_garbage_collection
+from gateway.settings import ModelSettings, Settings
 from gateway.telemetry import set_up_logging
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import structlog
 
-from gateway.config import AuthSettings, ConfigError, read_keys
+from gateway.config import ConfigError, read_keys
 from gateway.credentials import KeySettings
 from gateway.edge import Access, Keys
+from gateway.settings import AuthSettings
 
 _LOOK_EVERY_S = 1.0
 

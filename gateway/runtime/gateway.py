@@ -30,7 +30,6 @@ import zmq
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from gateway.admin import AdminViews, Readiness, admin_app
-from gateway.config import Settings
 from gateway.edge import Cors, Edge, EdgeLimits, PhaseTimeouts, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import LEARNED_BYTES, ApproximateSettings, KvIndex
@@ -45,6 +44,7 @@ from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
 from gateway.runtime.supervisor import Supervisor
 from gateway.runtime.tls import Certificate, server_context, watch, worker_context
+from gateway.settings import Settings
 from gateway.telemetry import Exposition, RequestLog, RequestMetrics
 from gateway.upstream.connections import Timeouts
 from gateway.upstream.control import open_control_client

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import structlog
 
-from gateway.config import ConfigError, ModelSettings, worker_url
+from gateway.config import ConfigError
 from gateway.pool import ANY_MODEL
 from gateway.prefix import KnownPrompts, PromptHasher
 from gateway.records import EngineKind, WorkerFacts, WorkerSpec
+from gateway.settings import ModelSettings, worker_url
 
 _UNREADABLE = (ValueError, OSError)
 """What loading raises: every error of `gateway.prefix` is a ValueError, and so is a file that is no UTF-8."""

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gateway import errors
-from gateway.config import Settings
+from gateway.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]

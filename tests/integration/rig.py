@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from gateway.config import Settings
 from gateway.runtime import Gateway, Ports
+from gateway.settings import Settings
 from gateway.sim.server import EngineSettings, SimulatedWorker, Speech
 
 PATIENCE_S = 20.0

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from gateway.config import AuthSettings, ConfigError
+from gateway.config import ConfigError
 from gateway.credentials import key_hash
 from gateway.edge import Access, Keys
 from gateway.edge.auth import InvalidKey
 from gateway.records import Result
 from gateway.runtime.access import KeysInForce
+from gateway.settings import AuthSettings
 from gateway.sim.releases import Dialect
 from tests.integration.relay_rig import PATIENCE_S, RelayRig, answers, ask, both_loops, post, relay, silent, until
 from tests.integration.rig import Rig, fast, rig

@@ -315,6 +315,6 @@ def _name(text: str) -> Any:
 
 
 def _spec(name: str, url: str) -> Any:
-    from gateway.config import WorkerSettings
+    from gateway.settings import WorkerSettings
 
     return WorkerSettings(url=url, name=name).spec(set())

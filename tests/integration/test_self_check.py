@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
-from gateway.config import Settings
 from gateway.records import WorkerId
 from gateway.runtime import Gateway
+from gateway.settings import Settings
 from gateway.sim.speech import DEMO_MODEL
 from tests.integration.lying import Worker, lying
 from tests.integration.rig import PATIENCE_S, until

@@ -13,13 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.config import ConfigError, Settings
+from gateway.config import ConfigError
 from gateway.credentials import ServerTls, WorkerTls
 from gateway.edge import EdgeLimits
 from gateway.errors import WorkerUnreachable
 from gateway.records import Result, WorkerId, WorkerSpec
 from gateway.runtime import Gateway
 from gateway.runtime.tls import Certificate, server_context, worker_context
+from gateway.settings import Settings
 from gateway.upstream.connections import Timeouts, WorkerConnections
 from gateway.upstream.deadlines import Deadlines
 from tests.integration.certificates import Authority, Signed, authority

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.config import Settings
 from gateway.records import Tier
 from gateway.runtime import Gateway
+from gateway.settings import Settings
 from tests.integration.rig import until
 from tests.real_engine.engines import MODEL, Engine, EngineSetup, program, running
 from tests.real_engine.tiny_model import write_adapter, write_model

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ConfigError, Settings, default_worker_name, load, worker_url
+from gateway.config import ConfigError, load
 from gateway.credentials import key_hash
 from gateway.records import Endpoint, EngineKind, RankChoice, WorkerId, WorkerSpec
+from gateway.settings import Settings, default_worker_name, worker_url
 
 
 def problems_of(**kwargs: object) -> str:

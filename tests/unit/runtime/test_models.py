@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from gateway.config import ConfigError, ModelSettings
+from gateway.config import ConfigError
 from gateway.prefix import PromptHasher
 from gateway.records import EngineKind, WorkerFacts, WorkerId, WorkerSpec
 from gateway.runtime.models import Tokenizers
+from gateway.settings import ModelSettings
 
 NO_UNKNOWN = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}
 """Cannot encode most texts."""

@@ -1,0 +1,49 @@
+"""The configuration as one frozen tree of sections, one file a group of sections; nothing here reads anything.
+
+Rules:
+1. A key exists only when it does something; it has a default, a description and its unit in its name.
+2. Unknown keys and wrong values are refused here; `gateway/config.py` reads the sources and says what is wrong.
+3. Secrets are `SecretStr`: printing the tree masks them.
+"""
+
+from gateway.settings.fleet import (
+    HealthSettings,
+    LoadSettings,
+    ModelSettings,
+    WorkerSettings,
+    default_worker_name,
+    worker_url,
+)
+from gateway.settings.requests import (
+    POLICIES,
+    AffinitySettings,
+    IndexSettings,
+    PhaseSettings,
+    RetrySettings,
+    RoutingSettings,
+    TimeoutSettings,
+)
+from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, is_loopback
+from gateway.settings.tree import ENV_PREFIX, Settings
+
+__all__ = [
+    "ENV_PREFIX",
+    "POLICIES",
+    "AffinitySettings",
+    "AuthSettings",
+    "HealthSettings",
+    "IndexSettings",
+    "LoadSettings",
+    "ModelSettings",
+    "PhaseSettings",
+    "RetrySettings",
+    "RoutingSettings",
+    "ServerSettings",
+    "Settings",
+    "TelemetrySettings",
+    "TimeoutSettings",
+    "WorkerSettings",
+    "default_worker_name",
+    "is_loopback",
+    "worker_url",
+]

@@ -1,0 +1,172 @@
+"""Sections of what is behind the gateway: `models`, `workers`, `health`, `load`."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from gateway.pool import MAX_WORKERS
+from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
+from gateway.settings.section import Seconds, Section
+
+
+class ModelSettings(Section):
+    """One model: where its tokenizer lies and how its prompts are cut."""
+
+    name: str = Field(
+        min_length=1,
+        description="The name workers serve it under (see `/v1/models`); `*`: every model without an entry.",
+    )
+    aliases: tuple[str, ...] = Field((), description="Other served names of the same model, sharing its tokenizer.")
+    tokenizer: Path | None = Field(
+        None, description="Directory with tokenizer.json, tokenizer_config.json and chat_template.jinja."
+    )
+    tokenize_at: str = Field(
+        "here",
+        description="Where token ids come from: `here`, `worker` (its render or tokenise endpoint), or the URL of a "
+        "render server. Engines are asked in the background; until they have told, prompts go by their text.",
+    )
+    chat_template: Path | None = Field(None, description="Template file that replaces the tokenizer's own.")
+    block_size: int | None = Field(
+        None, ge=1, le=65_536, description="Tokens a block of the keys; none: learned from the workers."
+    )
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> ModelSettings:
+        if self.tokenize_at not in ("here", "worker"):
+            worker_url(self.tokenize_at)
+        if self.tokenize_at != "here" and self.tokenizer is not None:
+            raise ValueError("`tokenizer` is not used with `tokenize_at`; leave one of them out")
+        return self
+
+
+class WorkerSettings(Section):
+    """One worker; `auto` and none mean: learn it by probing the URL."""
+
+    url: str = Field(description="Base URL, such as http://10.0.0.1:8000.")
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Shown in metrics, logs and `x-kvgate-worker`; none: w1, w2, ... in the order given.",
+    )
+    engine: Literal["auto", "vllm", "sglang"] = Field("auto", description="The software it runs.")
+    pool: str = Field("default", description="Label `pool` of its metrics and decisions; requests go by model.")
+    role: Role = Field(
+        Role.BOTH,
+        description="`both`, `prefill` or `decode`. Only workers that do both get requests; others are watched.",
+    )
+    models: tuple[str, ...] = Field(
+        (), description="Served names it gets requests for, adapters included; none: all it names."
+    )
+    block_size: int | None = Field(
+        None, ge=1, le=65_536, description="Tokens of its KV blocks (vLLM) or pages (SGLang); none: as it says."
+    )
+    kv_blocks: int | None = Field(
+        None, ge=1, le=1 << 32, description="Blocks its cache holds, all ranks together; none: as it says."
+    )
+    kv_events: str = Field(
+        "auto",
+        description="ZMQ endpoint of its KV events (rank 0's; each further rank is one port up), `auto`, or `off`.",
+    )
+    kv_replay: str = Field("auto", description="ZMQ endpoint of the event replay (the same), `auto`, or `off`.")
+    data_parallel_size: int | None = Field(
+        None, ge=1, le=MAX_WORKERS, description="Data-parallel ranks behind the URL; none: as it says."
+    )
+    ranks: RankChoice = Field(
+        RankChoice.AUTO,
+        description="`each` data-parallel rank is a worker of its own, or all are `one`; `auto`: each, where the "
+        "engine's release takes the rank's header (vLLM 0.11.1, SGLang 0.5.10).",
+    )
+    api_key: SecretStr | None = Field(
+        None, description="Sent to the worker as bearer token instead of the client's; none: the client's goes through."
+    )
+    weight: float = Field(1.0, gt=0, le=1000, description="Share under `least_load`, `random`, `p2c`, `prefix_hash`.")
+
+    @field_validator("url")
+    @classmethod
+    def _base_url(cls, value: str) -> str:
+        return worker_url(value)
+
+    @field_validator("kv_events", "kv_replay", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        """YAML 1.1 reads a bare `off` as false."""
+        return "off" if value is False else value
+
+    @field_validator("kv_events", "kv_replay")
+    @classmethod
+    def _endpoint(cls, value: str) -> str:
+        if value in ("auto", "off") or value.startswith(("tcp://", "ipc://", "inproc://")):
+            return value
+        raise ValueError("expected `auto`, `off` or an endpoint such as tcp://10.0.0.1:5557")
+
+    def spec(self, taken: set[str]) -> WorkerSpec:
+        """The worker as the runtime takes it; without a name it is called w1, w2, ..."""
+        engine = EngineKind.UNKNOWN if self.engine == "auto" else EngineKind(self.engine)
+        name = self.name or default_worker_name(taken)
+        return WorkerSpec(
+            name=WorkerId(name),
+            url=self.url,
+            engine=engine,
+            pool=self.pool,
+            role=self.role,
+            models=self.models,
+            block_size=self.block_size,
+            kv_blocks=self.kv_blocks,
+            kv_events=_or_probe(self.kv_events),
+            kv_replay=_or_probe(self.kv_replay),
+            data_parallel_size=self.data_parallel_size,
+            ranks=self.ranks,
+            api_key=self.api_key.get_secret_value() if self.api_key else None,
+            weight=self.weight,
+        )
+
+
+class HealthSettings(Section):
+    """When a worker gets no requests because they fail there, and how it comes back."""
+
+    failures: int = Field(
+        5, ge=1, le=1000, description="Failed requests, less those answered meanwhile, that eject a worker."
+    )
+    open_s: Seconds = Field(
+        10, description="How long it is left alone before a trial; each failed one doubles that, up to 16 times."
+    )
+    probe_s: Seconds = Field(10, description="Seconds between two probes of a worker, and the limit of a trial.")
+    panic_ratio: float = Field(
+        0.5, ge=0, le=1, description="When more than this share of a pool is ejected, all of it is used; 1: never."
+    )
+    slow_start_s: Seconds = Field(10, description="How long the requests of a recovered worker are limited.")
+
+
+class LoadSettings(Section):
+    """Polling of the workers' /metrics."""
+
+    poll_s: Seconds = Field(1, description="Seconds between two polls of one worker.")
+
+
+def worker_url(value: str) -> str:
+    """A worker's base URL without a trailing slash. Raises ValueError saying what a right one looks like."""
+    parts = urlsplit(value if "://" in value else f"http://{value}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{value!r}: the port is no number from 1 to 65535") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{value!r} is no worker URL; expected one like http://10.0.0.1:8000")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{value!r}: give the base URL only, without path, query or user (http://10.0.0.1:8000)")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
+
+
+def default_worker_name(taken: set[str]) -> str:
+    """The first free of w1, w2, ...: names go to clients, addresses do not."""
+    return next(name for name in (f"w{number}" for number in itertools.count(1)) if name not in taken)
+
+
+def _or_probe(endpoint: str) -> str | None:
+    return None if endpoint == "auto" else ("" if endpoint == "off" else endpoint)

@@ -1,0 +1,108 @@
+"""Sections of a request's way: `routing`, `index`, `timeouts`, `retries`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gateway.records import Endpoint
+from gateway.settings.section import Seconds, Section
+
+Weight = Literal["auto"] | Annotated[float, Field(ge=0, le=1_000, allow_inf_nan=False)]
+
+POLICIES = ("seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash")
+
+
+class AffinitySettings(Section):
+    """Where a request's session id is read, and how long a session is remembered."""
+
+    header: str = Field("x-session-id", description="Request header that carries the session id.")
+    body_field: str | None = Field(None, description="Top-level body field that carries it, when the header is absent.")
+    ttl_s: Seconds = Field(3600, description="A session without requests is forgotten after this long.")
+    max_sessions: int = Field(1_000_000, ge=0, description="Sessions remembered; the oldest go first.")
+
+
+class RoutingSettings(Section):
+    """How a worker is chosen: `score = alpha*hit - beta*queue - gamma*load`, in seconds."""
+
+    policy: Literal["seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash"] = Field(
+        "seconds", description="The policy; `seconds` is the cache-aware one."
+    )
+    alpha: Weight = Field("auto", description="Scales what a hit saves; auto is 1 on learned rates.")
+    beta: Weight = Field("auto", description="Scales the wait; auto is 1.")
+    gamma: Weight = Field("auto", description="Scales the prices of decode, eviction and occupancy; auto is 1.")
+    speculative_ttl_s: Seconds = Field(2, description="How long a sent prompt counts as held without an event.")
+    affinity: AffinitySettings = AffinitySettings()
+
+
+class IndexSettings(Section):
+    """What is known of the workers' caches."""
+
+    max_bytes: int = Field(
+        2_147_483_648,
+        ge=1_048_576,
+        description="Memory for the index; above it the coldest blocks of the fullest worker are let go.",
+    )
+    route_miss_threshold: float = Field(
+        0.05,
+        gt=0,
+        lt=1,
+        description="Share of a worker's predicted hits that may be missed; above it its refresh is tightened.",
+    )
+    approximate_ttl_s: Seconds = Field(
+        600, description="How long a block learned from routing (a worker without events) counts without being used."
+    )
+    approximate_tokens: int = Field(
+        262_144, ge=1024, le=1 << 40, description="Cache of a worker that does not report its size, in tokens."
+    )
+    offload_ttl_s: Seconds = Field(
+        3600,
+        description="How long a block counts in a store that never says what it drops (LMCache, Mooncake, offload to "
+        "disk or objects), since it was last announced.",
+    )
+
+
+class PhaseSettings(Section):
+    """What differs from `timeouts` for one path or model."""
+
+    connect_s: Seconds | None = None
+    send_s: Seconds | None = None
+    first_byte_s: Seconds | None = None
+    idle_s: Seconds | None = None
+    total_s: Seconds | None = None
+
+    def changes(self) -> dict[str, float]:
+        """Those that are given, by name."""
+        return self.model_dump(exclude_none=True)
+
+
+class TimeoutSettings(Section):
+    """Deadlines of the phases on the worker's side (`docs/concepts/life-of-a-request.md`)."""
+
+    connect_s: Seconds = Field(2, description="Connection to a worker.")
+    send_s: Seconds = Field(30, description="Until the worker has taken a request that it does not take at once.")
+    first_byte_s: Seconds = Field(
+        120, description="From the request sent until the answer begins, a stream with the first byte of its body."
+    )
+    idle_s: Seconds = Field(60, description="Between two pieces of an answer, and for a client that takes nothing.")
+    total_s: Seconds = Field(
+        1800, description="The whole request, retries included; a client's header `x-request-timeout-s` may shorten it."
+    )
+    paths: dict[Endpoint, PhaseSettings] = Field(
+        {}, description="What differs by path: `{/v1/embeddings: {first_byte_s: 10, total_s: 30}}`."
+    )
+    models: dict[str, PhaseSettings] = Field({}, description="What differs by served model name; wins over the path's.")
+
+
+class RetrySettings(Section):
+    """Other workers tried before the first byte."""
+
+    max: int = Field(2, ge=0, le=10, description="Further workers tried when one cannot be reached, breaks or is busy.")
+    budget_ratio: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="Retries after failures, as a share of a pool's requests in the last 10 s; ten more are always "
+        "allowed. Moving on from a worker that has no room (429, 503 with Retry-After) is not counted.",
+    )

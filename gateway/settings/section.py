@@ -1,0 +1,16 @@
+"""What all sections are made of: frozen, unknown keys refused, numbers with a unit in their name and a sane limit."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+
+
+class Section(BaseModel):
+    """One section of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

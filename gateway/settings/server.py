@@ -1,0 +1,108 @@
+"""Sections of the gateway's own ports: `server`, `auth`, `telemetry`."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from gateway.credentials import KeySettings, ServerTls
+from gateway.settings.section import Port, Seconds, Section
+
+
+class ServerSettings(Section):
+    """The two ports and the limits of the client port."""
+
+    host: str = Field("0.0.0.0", description="Address the client port binds.")
+    port: Port = Field(8000, description="Client port; 0 takes a free one.")
+    admin_host: str = Field("127.0.0.1", description="Address the admin port binds; loopback by default.")
+    admin_port: Port = Field(8001, description="Admin port; 0 takes a free one.")
+    drain_timeout_s: Seconds = Field(30, description="How long open requests may finish after SIGTERM.")
+    header_timeout_s: Seconds = Field(10, description="A client must have sent its request header by then.")
+    body_timeout_s: Seconds = Field(60, description="A client must have sent its request body by then.")
+    idle_timeout_s: Seconds = Field(75, description="A client's connection may wait this long for its next request.")
+    max_body_bytes: int = Field(67_108_864, ge=1024, le=1 << 31, description="Largest request body.")
+    max_header_bytes: int = Field(65_536, ge=1024, le=1 << 24, description="Largest request header.")
+    max_buffered_bytes: int = Field(
+        1_073_741_824,
+        ge=1024,
+        le=1 << 40,
+        description="Request bodies in memory, all together; what comes beyond is refused with 503.",
+    )
+    max_connections: int = Field(
+        16_384, ge=1, le=1_000_000, description="Open connections of clients; one more is refused with 503."
+    )
+    tls: ServerTls = ServerTls()
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Origins whose web pages may use the client port, such as https://chat.example.com; `*`: all."
+    )
+    receipts: bool = Field(True, description="Send x-kvgate-* headers with each answer.")
+    ready_timeout_s: Seconds = Field(
+        30, description="Report ready after this long even when an index is still catching up."
+    )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if value != "*" and not re.fullmatch(r"https?://[^/\s?#@*]+", value):
+                raise ValueError(f"{value!r} is no origin; expected one like https://chat.example.com, or `*`")
+        return values
+
+
+class AuthSettings(Section):
+    """Who may use the two ports. With `keys_file` or `keys` every request to a model needs an API key."""
+
+    keys_file: Path | None = Field(
+        None,
+        description="YAML file with API keys, hashed; read again when it changes. One list, `keys`, whose entries have "
+        "`hash`, `tenant` and, if limited, `models`, `requests_per_minute`, `tokens_per_minute`.",
+    )
+    keys: tuple[KeySettings, ...] = Field(
+        (), description="The same entries, beside the file; here `key`, the key itself, may stand for `hash`."
+    )
+    tenant_salt: bool = Field(
+        False, description="Give each tenant a cache salt of its own: no tenant can time what another has asked."
+    )
+    admin_token: SecretStr | None = Field(
+        None, description="Bearer token of the admin port; none: no check, and only for the machine itself."
+    )
+    admin_open: bool = Field(
+        False, description="Let the admin port be reached from elsewhere without a token: the network is trusted."
+    )
+
+    @field_validator("admin_token")
+    @classmethod
+    def _not_empty(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not value.get_secret_value():
+            raise ValueError("is empty; give a token, or leave the key out to have no check")
+        return value
+
+    @property
+    def checks_keys(self) -> bool:
+        """Requests to models need an API key."""
+        return self.keys_file is not None or bool(self.keys)
+
+    @model_validator(mode="after")
+    def _salt_needs_tenants(self) -> AuthSettings:
+        if self.tenant_salt and not self.checks_keys:
+            raise ValueError("tenant_salt: without `keys_file` or `keys` there are no tenants")
+        return self
+
+
+class TelemetrySettings(Section):
+    """Logs."""
+
+    log: Literal["json", "console"] = Field("json", description="Form of the log on stderr.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level written.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the machine itself can reach what binds `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,83 @@
+"""The whole tree: every section once, and what must hold between them."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from gateway.credentials import WorkerTls
+from gateway.records import WorkerSpec
+from gateway.settings.fleet import HealthSettings, LoadSettings, ModelSettings, WorkerSettings
+from gateway.settings.requests import IndexSettings, RetrySettings, RoutingSettings, TimeoutSettings
+from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, is_loopback
+
+ENV_PREFIX = "KVGATE_"
+
+
+class Settings(BaseSettings):
+    """The whole tree."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
+    )
+
+    server: ServerSettings = ServerSettings()
+    auth: AuthSettings = AuthSettings()
+    models: tuple[ModelSettings, ...] = ()
+    workers: tuple[WorkerSettings, ...] = ()
+    worker_tls: WorkerTls = WorkerTls()
+    routing: RoutingSettings = RoutingSettings()
+    index: IndexSettings = IndexSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
+    retries: RetrySettings = RetrySettings()
+    health: HealthSettings = HealthSettings()
+    load: LoadSettings = LoadSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load` merged: it reads the sources itself to keep their order and to name bad keys."""
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _names_once(self) -> Settings:
+        names = [w.name for w in self.workers if w.name]
+        for name in {n for n in names if names.count(n) > 1}:
+            raise ValueError(f"workers: the name {name!r} is used twice")
+        urls = [w.url for w in self.workers]
+        for url in {url for url in urls if urls.count(url) > 1}:
+            raise ValueError(f"workers: {url} is given twice")
+        server = self.server
+        if server.port and server.port == server.admin_port:
+            raise ValueError(f"server: port and admin_port are both {server.port}; choose another admin_port")
+        auth = self.auth
+        if auth.admin_token is None and not auth.admin_open and not is_loopback(server.admin_host):
+            raise ValueError(
+                f"server.admin_host: {server.admin_host} can be reached from elsewhere: set auth.admin_token, or "
+                "auth.admin_open where the network is trusted"
+            )
+        served = [n for m in self.models for n in (m.name, *m.aliases)]
+        for name in {n for n in served if served.count(n) > 1}:
+            raise ValueError(f"models: the name {name!r} is used twice")
+        return self
+
+    def worker_specs(self) -> list[WorkerSpec]:
+        """The configured workers, each with a name of its own."""
+        taken = {w.name for w in self.workers if w.name}
+        specs = []
+        for worker in self.workers:
+            spec = worker.spec(taken)
+            taken.add(spec.name)
+            specs.append(spec)
+        return specs
