@@ -14,6 +14,7 @@ from random import Random
 from gateway import keys
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
+from gateway.leases import Lease
 from gateway.policy import make_policy
 from gateway.pool import Fleet
 from gateway.records import (
@@ -35,7 +36,7 @@ from gateway.records import (
     WorkerId,
     WorkerSpec,
 )
-from gateway.router import Lease, Router
+from gateway.router import Router
 from gateway.runtime.garbage import tune_garbage_collection
 
 MODEL = "bench"

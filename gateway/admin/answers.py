@@ -11,11 +11,11 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from gateway.leases import Recent
 from gateway.pool import Breaker, Pool, Sessions, Worker, health
 from gateway.pool.misses import Forgone, forgone
 from gateway.pool.trust import Trust
 from gateway.records import Decision, EventSource, Finding, LoadSample, MissCause, Outcome, Severity, TrustState
-from gateway.router import Recent
 from gateway.telemetry import FeedReading, IndexReading, WorkerReading
 
 

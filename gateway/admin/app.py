@@ -40,9 +40,10 @@ from gateway.admin.answers import (
 from gateway.admin.guard import Guard, Unauthorized, token_check
 from gateway.api import parse_request
 from gateway.errors import BadRequest, GatewayError, NotFound, PayloadTooLarge
+from gateway.leases import Recent
 from gateway.prefix import PromptHasher
 from gateway.records import Endpoint, PrefixBlocks, PrefixMode, WorkerId, WorkerSpec
-from gateway.router import Recent, Router
+from gateway.router import Router
 from gateway.settings import WorkerSettings
 from gateway.telemetry import CONTENT_TYPE, Exposition, Readings
 

@@ -25,8 +25,8 @@ from gateway.errors import (
     WorkerError,
     WorkerTimeout,
 )
+from gateway.leases import Lease
 from gateway.records import Ending, Endpoint, InferenceRequest, PrefixBlocks, Result, StageTimes, WorkerId
-from gateway.router import Lease
 from gateway.upstream.connections import Timeouts
 from gateway.upstream.headers import AnswerHead, RequestHead
 from gateway.upstream.http import UpstreamStream

@@ -25,6 +25,7 @@ from gateway.kv import KvIndex
 from gateway.kv.events import KvEvent
 from gateway.kv.events import Removed as BlocksRemoved
 from gateway.kv.events import Stored as BlocksStored
+from gateway.leases import Lease
 from gateway.policy import Policy
 from gateway.pool import Fleet, InterTokenRates, PrefillRates, Worker
 from gateway.records import (
@@ -46,7 +47,7 @@ from gateway.records import (
     WorkerId,
     WorkerSpec,
 )
-from gateway.router import Lease, Router, RouterSettings
+from gateway.router import Router, RouterSettings
 from gateway.sim.engine import (
     Cleared,
     EngineModel,

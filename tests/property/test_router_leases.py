@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gateway import keys
 from gateway.errors import NoWorker, UnknownModel
 from gateway.kv import KvIndex
+from gateway.leases import Lease
 from gateway.policy import POLICY_NAMES, make_policy
 from gateway.pool import Fleet
 from gateway.records import (
@@ -30,7 +31,7 @@ from gateway.records import (
     WorkerId,
     WorkerSpec,
 )
-from gateway.router import Lease, Router
+from gateway.router import Router
 
 SIZE = 16
 NAMES = [WorkerId(f"w{number}") for number in range(4)]

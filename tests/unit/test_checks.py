@@ -8,6 +8,7 @@ import pytest
 
 from gateway import keys
 from gateway.kv.events import Cleared, Removed
+from gateway.leases import Lease
 from gateway.pool.evidence import IDENTITY_RUN
 from gateway.records import (
     Chain,
@@ -20,7 +21,6 @@ from gateway.records import (
     Tier,
     TrustState,
 )
-from gateway.router import Lease
 from tests.unit.test_router import SIZE, Bench, completed, prompt, request, words
 
 TOKENS = words(Random(5), 40 * SIZE + 3)

@@ -12,6 +12,7 @@ from gateway import keys
 from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
+from gateway.leases import Lease
 from gateway.policy import make_policy
 from gateway.pool import Fleet, Worker
 from gateway.records import (
@@ -36,7 +37,7 @@ from gateway.records import (
     WorkerId,
     WorkerSpec,
 )
-from gateway.router import Lease, Router, RouterSettings
+from gateway.router import Router, RouterSettings
 
 SIZE = 16
 
