@@ -1,11 +1,13 @@
 """How far one worker's part of the index is believed: from its event feed, and from predicted against delivered.
 
 Two cases are told apart, as in a hidden Markov filter for a change point (Shiryaev 1963): the index is right, and
-predictions are delivered but for a few; or it is wrong, and nearly none is. P is the probability of the first; each
-request that can be checked moves its odds by the likelihood ratio. So one miss among many hits moves little, two in a
-row without a sign from the feed are enough, and hits bring it back as fast.
+predictions are delivered but for a few; or it is wrong, and nearly none is. P is the probability of the first. Its log
+odds are a sum of two that are kept apart: what the feed's state alone is worth, and the evidence of requests, each of
+which adds the log of its likelihood ratio. So one miss among many hits moves little, two in a row without a sign from
+the feed are enough, and hits bring it back as fast.
 
-    factor = P + (1 - P) * delivered share of the last few requests
+    log odds of P = prior of the feed's state + evidence
+    factor        = P + (1 - P) * delivered share of the last few requests
              and, while tightened, at most the delivered share of the last twenty or so
 
 Rules:
@@ -17,7 +19,10 @@ Rules:
    a chance to show; each relapse without a hit in between makes it fade half as fast, up to sixteen times.
 4. The miss rate is over the last `WINDOW` checked predictions of the last `WINDOW_S` seconds. Above the threshold the
    worker's refresh is tightened; it relaxes below half of it, and not before `LEAST_TIGHT_S`.
-5. A worker that never delivers what it announces, or delivers again and again what it never announced, has an identity
+5. What speaks against an index outlives any change of the feed's state; hits speak for the index as it was and count
+   until the next change. An index that is still being filled may lack the removals to come: misses of that time alone
+   do not contradict the whole one, but one more does.
+6. A worker that never delivers what it announces, or delivers again and again what it never announced, has an identity
    problem: its blocks are not the requests'. Learning its index anew would change nothing.
 
 No clock: `now` is an argument, in seconds. It changes nothing but itself: `remedy` says what somebody should do.
@@ -39,11 +44,11 @@ MISS_THRESHOLD: Final = 0.05
 
 LEAST_TIGHT_S: Final = 30.0
 
-HEAL_S: Final = 60.0
-"""Time in which distrust falls to 1/e without any evidence: a busy cache has turned over by then."""
+HEAL_S: Final = 90.0
+"""Time in which evidence falls to 1/e where no more comes: a busy cache has turned over by then."""
 
 _SLOWEST: Final = 4
-"""Doublings of `HEAL_S` at most: sixteen minutes."""
+"""Doublings of `HEAL_S` at most: 24 minutes."""
 
 REMEDY_REST_S: Final = 60.0
 _REMEDY_GROWTH: Final = 4.0
@@ -72,24 +77,51 @@ _FULL: Final = 0.99
 
 
 class _Prior(NamedTuple):
-    """What a feed's state alone is worth: P before any evidence, the share of misses that is usual with it, and the P
-    that no number of hits gets beyond: what was learned a thousand requests ago must not outvote today's two."""
+    """What a feed's state alone is worth, and what requests say while it lasts; all but `right` in log odds.
+
+    `right` is P before any evidence, `odds` the same. A request adds `hit` for what was delivered of its prediction,
+    `miss` for the rest. The evidence stays between `least` and `most`: what was learned a thousand requests ago must
+    not outvote today's two.
+    """
 
     right: float
-    misses: float
+    odds: float
+    hit: float
+    miss: float
+    least: float
     most: float
 
+
+def _log_odds(probability: float) -> float:
+    return math.log(probability / (1.0 - probability))
+
+
+def _probability(odds: float) -> float:
+    return 1.0 / (1.0 + math.exp(-odds))
+
+
+def _prior(right: float, *, misses: float, least: float, most: float) -> _Prior:
+    """`misses` is the share of misses that is usual with a right index, `least` and `most` the bounds of P."""
+    odds = _log_odds(right)
+    hit = math.log((1.0 - misses) / _WRONG_DELIVERS)
+    miss = math.log(misses / (1.0 - _WRONG_DELIVERS))
+    return _Prior(right, odds, hit, miss, _log_odds(least) - odds, _log_odds(most) - odds)
+
+
+_WHOLE: Final = 0.999
+"""P of an index whose feed is whole, without evidence; no number of hits makes it more."""
+
+_LEAST: Final = 0.001
 
 # An index that is whole errs at most once in a hundred (a request that was told not to use the cache, a copy evicted at
 # the same moment). Without whole events a miss may be a removal nobody told of, so it says less.
 _PRIORS: Final = {
-    TrustState.TRUSTED: _Prior(0.999, 0.01, 0.999),
-    TrustState.CATCHING_UP: _Prior(0.5, 0.2, 0.99),
-    TrustState.UNCERTAIN: _Prior(0.7, 0.05, 0.99),
-    TrustState.BLIND: _Prior(0.8, 0.2, 0.99),
+    TrustState.TRUSTED: _prior(_WHOLE, misses=0.01, least=_LEAST, most=_WHOLE),
+    TrustState.CATCHING_UP: _prior(0.5, misses=0.05, least=0.002, most=0.99),
+    TrustState.UNCERTAIN: _prior(0.7, misses=0.05, least=_LEAST, most=0.99),
+    TrustState.BLIND: _prior(0.8, misses=0.2, least=_LEAST, most=0.99),
 }
-
-_LEAST: Final = 0.001
+"""Rule 5 sets what evidence is the least while an index is being filled: P of the whole one is then two in three."""
 
 
 class Remedy(NamedTuple):
@@ -108,9 +140,9 @@ class Trust:
     __slots__ = (
         "_at",
         "_average",
+        "_evidence",
         "_hit_since",
         "_lapses",
-        "_odds",
         "_remedied",
         "_remedy_at",
         "_remedy_rest_s",
@@ -139,7 +171,8 @@ class Trust:
         """When the first of the requests was decided that nothing was delivered to since; None after a hit."""
         self.remedies = 0
         """Times the index was to be learned anew."""
-        self._odds = _log_odds(_PRIORS[self.feed].right)
+        self._evidence = 0.0
+        """Of requests, in log odds."""
         self._share = _UNKNOWN_SHARE
         self._average = 1.0
         self._sure = True
@@ -164,6 +197,11 @@ class Trust:
         return self.feed
 
     @property
+    def believed(self) -> float:
+        """P: the probability that the index is right."""
+        return _probability(_PRIORS[self.feed].odds + self._evidence)
+
+    @property
     def predictions(self) -> int:
         """Checked predictions in the window."""
         return len(self._window)
@@ -179,7 +217,7 @@ class Trust:
         return self._window.missed / len(self._window) if len(self._window) >= LEAST_PREDICTIONS else None
 
     def identity(self, model: str) -> bool:
-        """Whether the worker's blocks are not those of this model's requests (rule 5)."""
+        """Whether the worker's blocks are not those of this model's requests (rule 6)."""
         return self._strangers.wrong(model)
 
     def findings(self) -> tuple[Finding, ...]:
@@ -190,18 +228,12 @@ class Trust:
 
     def follow(self, feed: TrustState, now: float) -> None:
         """The worst state among the worker's feeds. A worse one is a reason to doubt, a better one lifts that doubt but
-        not the one that requests gave."""
+        not the one that requests gave (rule 5)."""
         if feed is self.feed:
             return
         self._pass(now)
-        odds = _log_odds(_PRIORS[feed].right)
-        if feed is TrustState.TRUSTED:
-            if not self.contradicted:
-                self._odds = max(self._odds, odds)
-        else:
-            self._odds = min(self._odds, odds)
         self.feed = feed
-        self._put(_probability(self._odds))
+        self._evidence = min(0.0, self._evidence)
         self._refit(now)
 
     def observe(self, check: Check, now: float) -> None:
@@ -258,10 +290,10 @@ class Trust:
 
     def _weigh(self, check: Check, share: float) -> None:
         """Bayes' rule for the delivered share of one request: a part of a hit is that part of the evidence."""
-        usual = _PRIORS[self.feed].misses
-        hit = math.log((1.0 - usual) / _WRONG_DELIVERS)
-        miss = math.log(usual / (1.0 - _WRONG_DELIVERS))
-        self._put(_probability(self._odds + share * hit + (1.0 - share) * miss))
+        prior, before = _PRIORS[self.feed], self._evidence
+        said = before + share * prior.hit + (1.0 - share) * prior.miss
+        # What weighs more than this state's least was said in another one, and stays.
+        self._evidence = min(max(said, min(before, prior.least)), prior.most)
         self._share += _RECENT * (share - self._share)
         self._average += _AVERAGED * (share - self._average)
         if share > 0.5:
@@ -283,24 +315,20 @@ class Trust:
             self._strangers.observe(check, now, against=False, whole=True)
 
     def _pass(self, now: float) -> None:
-        """Rule 3: P fades towards the feed's prior, the delivered share towards the unknown."""
+        """Rule 3: evidence fades, so P goes to the feed's prior, and the delivered share to the unknown."""
         gone = now - self._at
         if gone <= 0.0:
             return
         self._at = now
         kept = math.exp(-gone / (HEAL_S * 2.0**self._lapses))
-        prior = _PRIORS[self.feed].right
-        self._put(prior + (_probability(self._odds) - prior) * kept)
+        self._evidence *= kept
         self._share = _UNKNOWN_SHARE + (self._share - _UNKNOWN_SHARE) * kept
         self._average = 1.0 + (self._average - 1.0) * kept
         self._window.expire(now)
 
-    def _put(self, right: float) -> None:
-        self._odds = _log_odds(max(_LEAST, min(_PRIORS[self.feed].most, right)))
-
     def _refit(self, now: float) -> None:
         """Brings flags and factor up to date."""
-        right = _probability(self._odds)
+        right = self.believed
         if not self.contradicted and right < _DOUBTFUL and self.feed is not TrustState.CATCHING_UP:
             self.contradicted = True
             self._lapses = 0 if self._hit_since else min(self._lapses + 1, _SLOWEST)
@@ -312,9 +340,7 @@ class Trust:
         if self.tightened and self.miss_rate is not None:
             factor = min(factor, self._average)
         self.factor = 1.0 if factor >= _FULL else max(FLOOR, factor)
-        self._sure = (
-            right >= _PRIORS[TrustState.TRUSTED].right and self.feed is TrustState.TRUSTED and not self.tightened
-        )
+        self._sure = self.feed is TrustState.TRUSTED and self._evidence >= 0.0 and not self.tightened
 
     def _enough(self) -> float:
         """P above which a contradicted worker no longer is: no more than time alone brings, but for a feed that catches
@@ -337,11 +363,3 @@ class Trust:
             if now - self._remedy_at >= self._remedy_rest_s:  # what was done last has helped
                 self._remedied = 0
                 self._remedy_rest_s = REMEDY_REST_S
-
-
-def _log_odds(probability: float) -> float:
-    return math.log(probability / (1.0 - probability))
-
-
-def _probability(odds: float) -> float:
-    return 1.0 / (1.0 + math.exp(-odds))

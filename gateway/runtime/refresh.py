@@ -1,8 +1,9 @@
 """What is done about a worker whose index is doubted: the shell around `pool.trust`.
 
 Rules:
-1. Twice a second each worker's trust is told the state of its feeds, and what it says is passed on: load polls come
-   more often while its refresh is tightened. After a miss this is done at once, before the next request is placed.
+1. Twice a second each worker's trust is told the state of its feeds (which tell of a change themselves, at once), and
+   what it says is passed on: load polls come more often while its refresh is tightened. After a miss this is done at
+   once, before the next request is placed.
 2. An index is learned anew when `Trust.remedy` says so, which limits how often.
 3. Each change of state is one line in the log, with the figures it rests on.
 """

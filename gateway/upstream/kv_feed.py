@@ -123,7 +123,8 @@ def worst_trust(states: Iterable[TrustState]) -> TrustState:
 class KvFeed:
     """Subscribes to one rank of one worker and keeps the index in step. Make a new one when its address changes.
 
-    `clock` gives monotonic seconds. `turns` is the lock all feeds of the process share (rule 2).
+    `clock` gives monotonic seconds. `turns` is the lock all feeds of the process share (rule 2). `on_trust` is called
+    when `trust` has changed, before anything else runs.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class KvFeed:
         context: zmq.Context[Any],
         clock: Callable[[], float],
         turns: asyncio.Lock,
+        on_trust: Callable[[], None] = lambda: None,
         state: FeedState | None = None,
         limits: TurnLimits | None = None,
     ) -> None:
@@ -151,6 +153,8 @@ class KvFeed:
         self._context = context
         self._clock = clock
         self._turns = turns
+        self._on_trust = on_trust
+        self._told_trust: TrustState | None = None
         self._limits = limits or TurnLimits()
         self._replay: zmq.Socket[bytes] | None = None
         self._actions: deque[tuple[_Lane, Action]] = deque()
@@ -267,10 +271,16 @@ class KvFeed:
     def _turn(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
         """Work until there is nothing to do (True) or the turn is over (False)."""
         until = self._clock() + self._limits.turn_s
+        idle = True
         while self._step(subscription, monitor):
             if self._clock() >= until:
-                return False
-        return True
+                idle = False
+                break
+        trust = self.trust
+        if trust is not self._told_trust:
+            self._told_trust = trust
+            self._on_trust()
+        return idle
 
     def _step(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
         """The next small piece of work; False when there is none. What was received is applied before more is taken,

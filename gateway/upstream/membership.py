@@ -400,6 +400,12 @@ class Membership:
                     for feed in seat.feeds.values():
                         feed.resync()
 
+    def _trust_changed(self, seat: Seat) -> None:
+        """At once: a request that is decided next is judged by what the feeds are then."""
+        worker = self._fleet.workers.get(seat.spec.name)
+        if worker is not None:
+            worker.follow(seat.trust, self._clock())
+
     def _start_feeds(self, seat: Seat, sources: Iterable[EventSource]) -> None:
         for source in sources:
             feed = seat.feeds[source] = KvFeed(
@@ -410,6 +416,7 @@ class Membership:
                 context=self._context,
                 clock=self._clock,
                 turns=self._turns,
+                on_trust=lambda: self._trust_changed(seat),
             )
             self._tasks.start(seat.feed_name(source), feed.run)
 

@@ -165,6 +165,7 @@ async def following(
     index: KvIndex | None = None,
     limits: FeedLimits | None = None,
     turns: TurnLimits | None = None,
+    on_trust: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[KvFeed, KvIndex]]:
     """A feed that runs, with an index of its own; leaving cancels it and proves that its sockets are closed."""
     if index is None:
@@ -179,6 +180,7 @@ async def following(
         context=context,
         clock=time.monotonic,
         turns=asyncio.Lock(),
+        on_trust=on_trust,
         state=FeedState(can_replay=source.replay_endpoint is not None, limits=limits),
         limits=turns,
     )

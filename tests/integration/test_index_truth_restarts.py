@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.kv.index import KvIndex
-from gateway.records import Slot, Tier, TrustState, WorkerId
+from gateway.records import Slot, Tier, WorkerId
 from gateway.sim.faults import Fault, FaultKind
 from gateway.sim.publisher import Replay
 from gateway.sim.releases import Dialect
@@ -240,9 +240,6 @@ async def test_b3_a_cache_emptied_without_a_sign(dialect: Dialect, holders: int)
                 await warm(r, engine, tokens)
         await in_step(r)
         w1 = r.engine("w1")
-        # A fleet that has just started is doubted a moment longer than its feeds need.
-        workers = r.gateway.fleet.workers.values()
-        await until(lambda: all(worker.belief.feed is TrustState.TRUSTED for worker in workers))
         w1.fault(Fault(FaultKind.CLEAR, silent=True))
         wrong = 0
         for tokens in prompts:

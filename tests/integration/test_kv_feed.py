@@ -13,7 +13,7 @@ import zmq
 
 from gateway.kv.feed_words import FeedLimits, FeedPhase
 from gateway.kv.index import KvIndex
-from gateway.records import EventSource, Tier, WorkerId
+from gateway.records import EventSource, Tier, TrustState, WorkerId
 from gateway.upstream.kv_feed import KvFeed, TurnLimits
 from tests.integration.publisher import (
     DEADLINE_S,
@@ -90,6 +90,28 @@ async def test_a_clear_of_a_full_cache_leaves_turns_to_others() -> None:
             await until(lambda: feed.caught_up)
             assert feed.totals.events == {"stored": 4002, "cleared": 1}
             assert index.mark(WORKER).clears == 1
+
+
+async def test_whoever_believes_the_feed_is_told_at_once_when_it_changes() -> None:
+    told = 0
+
+    def count() -> None:
+        nonlocal told
+        told += 1
+
+    with engine(layout="off") as publisher:
+        async with following(publisher.source(), on_trust=count) as (feed, _):
+            await publisher.subscriber()
+            await until(lambda: feed.trust is TrustState.BLIND and told > 0)
+            told = 0
+            publisher.publish(stored(1))
+            publisher.publish(stored(2))
+            await until(lambda: feed.counters.batches == 2)
+            assert (feed.trust, told) == (TrustState.TRUSTED, 1)
+            publisher.publish(stored(3), lose=True)
+            publisher.publish(stored(4))
+            await until(lambda: feed.counters.batches == 3)
+            assert (feed.trust, told) == (TrustState.UNCERTAIN, 2)
 
 
 async def test_lost_batches_without_replay_purge_and_later_ones_count() -> None:

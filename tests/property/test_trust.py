@@ -126,3 +126,53 @@ def test_remedies_are_rare(history: list[Step]) -> None:
         if trust.remedy(now) is not None:
             given_at.append(now)
     assert all(later - earlier >= 60.0 for earlier, later in itertools.pairwise(given_at))
+
+
+feeds = st.lists(st.sampled_from(list(TrustState)), max_size=8)
+
+
+@given(st.lists(steps, max_size=30), feeds, st.sampled_from(list(TrustState)))
+def test_what_speaks_against_an_index_outlives_any_order_of_feed_states(
+    history: list[Step], between: list[TrustState], last: TrustState
+) -> None:
+    """The states in between leave no trace: what counts is the last one, and what requests said."""
+    straight, winding = Trust(), Trust()
+    now = run(history, straight)
+    run(history, winding)
+    for trust in (straight, winding):
+        trust.follow(TrustState.CATCHING_UP, now)  # a change at least: hits do not outlive it
+    for feed in [*between, last]:
+        winding.follow(feed, now)
+    straight.follow(last, now)
+    assert straight.believed == winding.believed
+
+
+@given(
+    st.sampled_from([state for state in TrustState if state is not TrustState.BLIND]), feeds, st.floats(0.0, 1.0), feeds
+)
+def test_two_misses_in_a_row_contradict_a_whole_feed_whatever_it_was_when_they_came(
+    at_first: TrustState, between: list[TrustState], pause_s: float, after: list[TrustState]
+) -> None:
+    trust = Trust()
+    trust.follow(at_first, 0.0)
+    miss = Check("m", 640, 640, 0, SIZE, 0.0, MissCause.STALE_INDEX, doubts=True)
+    trust.observe(miss, 0.0)
+    for feed in [*between, TrustState.TRUSTED]:
+        trust.follow(feed, pause_s)
+    trust.observe(miss, pause_s)
+    for feed in [*after, TrustState.TRUSTED]:
+        trust.follow(feed, pause_s)
+    assert trust.contradicted
+
+
+@given(st.integers(1, 50), st.integers(0, 2))
+def test_misses_of_an_index_that_is_being_filled_leave_it_to_one_more(filling: int, more: int) -> None:
+    trust = Trust()
+    trust.follow(TrustState.CATCHING_UP, 0.0)
+    miss = Check("m", 640, 640, 0, SIZE, 0.0, MissCause.STALE_INDEX, doubts=True)
+    for _ in range(filling):
+        trust.observe(miss, 0.0)
+    trust.follow(TrustState.TRUSTED, 0.0)
+    for _ in range(more):
+        trust.observe(miss, 0.0)
+    assert trust.contradicted == (more > 0)
