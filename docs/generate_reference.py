@@ -88,9 +88,16 @@ def cli_page() -> str:
     """Every command's own help text."""
     root: typing.Any = typer.main.get_command(app)
     lines = ["# Commands", NOTE, "```", _help(root, "kvgate"), "```"]
-    for name, command in sorted(root.commands.items()):
-        lines += ["", f"## kvgate {name}", "", "```", _help(command, f"kvgate {name}"), "```"]
+    for name, command in _commands(root, "kvgate"):
+        lines += ["", f"## {name}", "", "```", _help(command, name), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _commands(group: typing.Any, name: str) -> Iterator[tuple[str, typing.Any]]:
+    for word, command in sorted(group.commands.items()):
+        yield f"{name} {word}", command
+        if isinstance(command, typer.core.TyperGroup):
+            yield from _commands(command, f"{name} {word}")
 
 
 def _help(command: typing.Any, name: str) -> str:

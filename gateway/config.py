@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """A file of ten thousand keys takes the loader in Python seconds."""
 
 
+COMMAND_LINE = "command line"
+
+
 class ConfigError(Exception):
     """The configuration cannot be used. `problems` holds one line each, with the path of the key."""
 
@@ -31,23 +35,53 @@ class ConfigError(Exception):
         self.problems = problems
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the sources say together. `origins` tells where each given key came from, by its dotted path (a list is one
+    key): the file's name, the variable's, or `command line`; what is not there has its default."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the configuration comes from. `overrides`, of the command line, is nested like the file and wins;
+    `tokenizers` (served name -> directory) are given there too, and change or add entries of `models`."""
+
+    path: Path | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)  # noqa: TID251  the one reader
+
+    def read(self) -> Loaded:
+        """Read them all, now. Raises ConfigError naming every wrong key."""
+        tree: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        if self.path is not None:
+            from_file = _read_yaml(self.path)
+            _merge(tree, from_file)
+            origins.update(dict.fromkeys(_leaves(from_file), self.path.name))
+        from_environ = _read_environ(self.environ)
+        _merge(tree, from_environ)
+        origins.update({leaf: _variable(leaf, self.environ) for leaf in _leaves(from_environ)})
+        _merge(tree, self.overrides)
+        origins.update(dict.fromkeys(_leaves(self.overrides), COMMAND_LINE))
+        if self.tokenizers and isinstance(tree.get("models", ()), list | tuple):
+            tree["models"] = _with_tokenizers(tree.get("models", ()), self.tokenizers)
+            origins["models"] = f"{origins['models']}, {COMMAND_LINE}" if "models" in origins else COMMAND_LINE
+        try:
+            return Loaded(Settings(**tree), origins)
+        except ValidationError as error:
+            raise ConfigError(_problems(error)) from error
+
+
 def load(
     path: Path | None = None, *, overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Read file, environment and command line into one tree. `overrides` is nested like the file and wins.
-
-    Raises ConfigError naming every wrong key.
-    """
-    env = os.environ if environ is None else environ  # noqa: TID251  this is the one reader of the environment
-    tree: dict[str, Any] = {}
-    if path is not None:
-        _merge(tree, _read_yaml(path))
-    _merge(tree, _read_environ(env))
-    _merge(tree, dict(overrides or {}))
-    try:
-        return Settings(**tree)
-    except ValidationError as error:
-        raise ConfigError([_explain(dict(e)) for e in error.errors()]) from error
+    """Read file, environment and command line into one tree, once. Raises ConfigError naming every wrong key."""
+    sources = Sources(path, overrides or {})
+    return (sources if environ is None else replace(sources, environ=environ)).read().settings
 
 
 class _KeysFile(BaseModel):
@@ -118,6 +152,32 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of what is given in a tree."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _variable(leaf: str, env: Mapping[str, str]) -> str:
+    """The variable that gave a key, or a section around it as JSON."""
+    parts = leaf.split(".")
+    wanted = {f"{ENV_PREFIX}{'__'.join(parts[:n])}".lower(): n for n in range(1, len(parts) + 1)}
+    return max((name for name in env if name.lower() in wanted), key=lambda name: wanted[name.lower()])
+
+
+def _with_tokenizers(models: Sequence[Any], given: Mapping[str, Path]) -> list[Any]:
+    """The entries of `models`, those of the names given with their directory, and a new one for each further name."""
+    left = dict(given)
+    entries = []
+    for entry in models:
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        entries.append({**entry, "tokenizer": left.pop(name)} if name in left else entry)
+    return entries + [{"name": name, "tokenizer": directory} for name, directory in left.items()]
+
+
 _BRANCHES = frozenset({"[key]", "constrained-float", "float", "literal['auto']"})
 _PLAIN_WORDS = {
     "missing": "is missing",
@@ -128,6 +188,15 @@ _PLAIN_WORDS = {
     "string_pattern_mismatch": "expected 1 to 64 letters, digits, dots, dashes or underscores",
 }
 """What pydantic says in words of its own, by type of error."""
+
+
+def _problems(error: ValidationError) -> list[str]:
+    """One line a key: where several forms of a value are possible, pydantic has a complaint for each."""
+    lines: dict[str, list[str]] = {}
+    for each in error.errors():
+        path, _, said = _explain(dict(each)).partition(": ")
+        lines.setdefault(path, []).append(said)
+    return [f"{path}: {', or '.join(said)}" for path, said in lines.items()]
 
 
 def _explain(error: dict[str, Any], root: type[BaseModel] = Settings) -> str:

@@ -13,9 +13,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import SecretStr, ValidationError
 
-from gateway.config import ConfigError, load
+from gateway.cli.config import config_commands
+from gateway.cli.options import ConfigOption, read_or_exit
+from gateway.config import Sources
 from gateway.credentials import KeySettings, key_hash, make_key
-from gateway.settings import POLICIES, Settings
+from gateway.settings import POLICIES
 
 app = typer.Typer(
     name="kvgate",
@@ -25,26 +27,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", help="Configuration file (kvgate.yaml). Environment variables win over it."),
-]
+app.add_typer(config_commands, name="config")
 
 
 def main() -> None:
     """Entry point of the command."""
     app()
-
-
-def settings_or_exit(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
-    """The merged configuration; every mistake goes to stderr, one a line, and ends the command with code 2."""
-    try:
-        return load(path, overrides=overrides)
-    except ConfigError as error:
-        for problem in error.problems:
-            typer.echo(f"kvgate: {problem}", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -90,7 +78,7 @@ def serve(
     another, then send any OpenAI request to http://127.0.0.1:8000/v1. What has no flag stands in the file.
     SIGTERM lets open requests finish; a second one ends at once.
     """
-    from gateway.cli.serve import run
+    from gateway.cli.serve import run, tokenizer_directories
 
     overrides: dict[str, Any] = {}
     server = {"host": host, "port": port, "admin_host": admin_host, "admin_port": admin_port}
@@ -101,7 +89,7 @@ def serve(
         overrides["routing"] = {"policy": policy}
     if log:
         overrides["telemetry"] = {"log": log}
-    raise typer.Exit(run(settings_or_exit(config, overrides), tokenizers=tokenizer or []))
+    raise typer.Exit(run(Sources(config, overrides, tokenizer_directories(tokenizer or []))))
 
 
 @app.command()
@@ -130,7 +118,7 @@ def explain(
     from gateway.cli.explain import run
 
     text = sys.stdin.buffer.read() if str(body) == "-" else _read(body)
-    settings = settings_or_exit(config)
+    settings = read_or_exit(Sources(config)).settings
     headers = {"content-type": "application/json"}
     if settings.auth.admin_token is not None:
         headers["authorization"] = f"Bearer {settings.auth.admin_token.get_secret_value()}"
@@ -218,10 +206,11 @@ def doctor(
     kvgate doctor --admin http://127.0.0.1:8001 --token SECRET
     """
     from gateway.cli.doctor import Asked, run
+    from gateway.cli.serve import tokenizer_directories
 
     overrides: dict[str, Any] = {"workers": [{"url": url} for url in worker]} if worker else {}
-    settings = settings_or_exit(config, overrides)
-    asked = Asked(admin=admin, token=token, tokenizers=tokenizer or [], probe=probe, timeout_s=timeout, as_json=as_json)
+    settings = read_or_exit(Sources(config, overrides, tokenizer_directories(tokenizer or []))).settings
+    asked = Asked(admin=admin, token=token, probe=probe, timeout_s=timeout, as_json=as_json)
     raise typer.Exit(run(settings, asked))
 
 

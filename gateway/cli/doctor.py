@@ -21,7 +21,6 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.cli.serve import with_tokenizers
 from gateway.config import ConfigError
 from gateway.doctor import Checked, GatewaySeen, Plan, Tools, ask_gateway, check_fleet, new_prompt, worst
 from gateway.records import Finding, Severity, WorkerId, WorkerSpec
@@ -44,7 +43,6 @@ class Asked:
 
     admin: str | None
     token: str | None
-    tokenizers: list[str]
     probe: bool
     timeout_s: float
     as_json: bool
@@ -81,8 +79,6 @@ def run(settings: Settings, asked: Asked) -> int:
     if not settings.workers and asked.admin is None:
         typer.echo("kvgate: nothing to check: give --worker URL, --config FILE with workers, or --admin URL", err=True)
         return 2
-    if asked.tokenizers:
-        settings = with_tokenizers(settings, asked.tokenizers)
     # What the shells below would log is in the report.
     set_up_logging(form="console", level="error", stream=sys.stderr.buffer, wall=time.time)  # noqa: TID251
     try:

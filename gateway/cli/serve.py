@@ -12,18 +12,18 @@ from pathlib import Path
 import typer
 import uvloop
 
-from gateway.config import ConfigError
+from gateway.cli.options import read_or_exit
+from gateway.config import ConfigError, Sources
 from gateway.pool import ANY_MODEL
 from gateway.runtime import Gateway
 from gateway.runtime.garbage import tune_garbage_collection
-from gateway.settings import ModelSettings, Settings
 from gateway.telemetry import set_up_logging
 
 
-def run(settings: Settings, *, tokenizers: list[str]) -> int:
+def run(sources: Sources) -> int:
     """Serve until a signal ends it; the exit code: 0 after a clean end, 2 when it cannot start."""
-    if tokenizers:
-        settings = with_tokenizers(settings, tokenizers)
+    loaded = read_or_exit(sources)
+    settings = loaded.settings
     if not settings.workers:
         typer.echo(
             "kvgate: no workers yet: give --worker URL, `workers` in the file, or POST them to /admin/workers",
@@ -61,17 +61,14 @@ async def _serve(gateway: Gateway) -> None:
         await gateway.stop()
 
 
-def with_tokenizers(settings: Settings, given: list[str]) -> Settings:
-    """`[MODEL=]DIR` of the command line as entries of `models`; they win over the file's. Exits with 2 for a path
-    that is no directory."""
-    entries = {model.name: model for model in settings.models}
+def tokenizer_directories(given: list[str]) -> dict[str, Path]:
+    """`[MODEL=]DIR` of the command line by served name. Exits with 2 for a path that holds no tokenizer."""
+    directories = {}
     for text in given:
         name, _, path = text.rpartition("=")
         directory = Path(path).expanduser()
         if not (directory / "tokenizer.json").is_file():
             typer.echo(f"kvgate: --tokenizer {text}: no tokenizer.json in {directory}", err=True)
             raise typer.Exit(2)
-        name = name or ANY_MODEL
-        known = entries.get(name) or ModelSettings(name=name)
-        entries[name] = known.model_copy(update={"tokenizer": directory})
-    return settings.model_copy(update={"models": tuple(entries.values())})
+        directories[name or ANY_MODEL] = directory
+    return directories

@@ -23,6 +23,7 @@ from gateway.settings.requests import (
     RoutingSettings,
     TimeoutSettings,
 )
+from gateway.settings.schema import json_schema, unit_of
 from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, is_loopback
 from gateway.settings.tree import ENV_PREFIX, Settings
 
@@ -45,5 +46,7 @@ __all__ = [
     "WorkerSettings",
     "default_worker_name",
     "is_loopback",
+    "json_schema",
+    "unit_of",
     "worker_url",
 ]

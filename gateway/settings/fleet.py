@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, WithJsonSchema, field_validator, model_validator
 
 from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
 from gateway.settings.section import Seconds, Section
+
+_YAML_OFF = WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}]})
+"""YAML 1.1 reads a bare `off` as false."""
 
 
 class ModelSettings(Section):
@@ -68,11 +71,13 @@ class WorkerSettings(Section):
     kv_blocks: int | None = Field(
         None, ge=1, le=1 << 32, description="Blocks its cache holds, all ranks together; none: as it says."
     )
-    kv_events: str = Field(
+    kv_events: Annotated[str, _YAML_OFF] = Field(
         "auto",
         description="ZMQ endpoint of its KV events (rank 0's; each further rank is one port up), `auto`, or `off`.",
     )
-    kv_replay: str = Field("auto", description="ZMQ endpoint of the event replay (the same), `auto`, or `off`.")
+    kv_replay: Annotated[str, _YAML_OFF] = Field(
+        "auto", description="ZMQ endpoint of the event replay (the same), `auto`, or `off`."
+    )
     data_parallel_size: int | None = Field(
         None, ge=1, le=MAX_WORKERS, description="Data-parallel ranks behind the URL; none: as it says."
     )
@@ -94,7 +99,6 @@ class WorkerSettings(Section):
     @field_validator("kv_events", "kv_replay", mode="before")
     @classmethod
     def _yaml_off(cls, value: object) -> object:
-        """YAML 1.1 reads a bare `off` as false."""
         return "off" if value is False else value
 
     @field_validator("kv_events", "kv_replay")

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import jsonschema
 import pytest
 import yaml
 
 from gateway import errors
-from gateway.settings import Settings
+from gateway.settings import Settings, json_schema
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
@@ -38,11 +39,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
 
 
-def test_yaml_examples_are_valid_settings() -> None:
+def test_yaml_examples_are_valid_settings_also_for_an_editor() -> None:
+    schema = json_schema()
     checked = 0
     for page in PAGES:
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
-            Settings(**yaml.safe_load(block))
+            tree = yaml.safe_load(block)
+            Settings(**tree)
+            jsonschema.validate(tree, schema, cls=jsonschema.Draft202012Validator)
             checked += 1
     assert checked >= 2
 

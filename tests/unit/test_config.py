@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ConfigError, load
+from gateway.config import ConfigError, Sources, load
 from gateway.credentials import key_hash
 from gateway.records import Endpoint, EngineKind, RankChoice, WorkerId, WorkerSpec
 from gateway.settings import Settings, default_worker_name, worker_url
@@ -222,3 +222,27 @@ def test_limits_by_path_and_model(tmp_path: Path) -> None:
         ("models: {m: {idle_s: 0}}", "timeouts.models.m.idle_s"),
     ):
         assert said in problems_of(path=write(tmp_path, f"timeouts: {{{wrong}}}\n"), environ={})
+
+
+def test_each_given_key_has_an_origin(tmp_path: Path) -> None:
+    path = write(tmp_path, "server: {host: file, port: 1}\ntimeouts: {paths: {/v1/embeddings: {total_s: 9}}}\n")
+    environ = {"KVGATE_SERVER__PORT": "2", "kvgate_retries": '{"max": 1}', "HOME": "/"}
+    loaded = Sources(path, {"server": {"admin_port": 3}}, environ=environ).read()
+    assert loaded.origins == {
+        "server.host": "kvgate.yaml",
+        "server.port": "KVGATE_SERVER__PORT",
+        "server.admin_port": "command line",
+        "timeouts.paths./v1/embeddings.total_s": "kvgate.yaml",
+        "retries.max": "kvgate_retries",
+    }
+
+
+def test_tokenizers_of_the_command_line_join_the_models_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "models: [{name: a, aliases: [b], tokenizer: /old}, {name: c}]\n")
+    loaded = Sources(path, tokenizers={"a": Path("/new"), "*": Path("/all")}, environ={}).read()
+    assert [(m.name, m.aliases, m.tokenizer) for m in loaded.settings.models] == [
+        ("a", ("b",), Path("/new")),
+        ("c", (), None),
+        ("*", (), Path("/all")),
+    ]
+    assert loaded.origins["models"] == "kvgate.yaml, command line"
