@@ -149,6 +149,14 @@ class DeadlineExceeded(GatewayError):
         return cls("the request took longer than it may (timeouts.total_s, or x-request-timeout-s)")
 
 
+class WorkerTaken(GatewayError):
+    """A worker of that name or address is in the fleet."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "worker_exists"
+
+
 WORKER_STATUS = "worker_status"
 """Code of an attempt that a worker answered with 5xx."""
 

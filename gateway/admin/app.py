@@ -55,14 +55,6 @@ _BYTES_A_TOKEN = 4
 """As the client port estimates a prompt whose tokens are not known."""
 
 
-class NameTaken(GatewayError):
-    """A worker of that name is in the fleet."""
-
-    status = 409
-    type = "invalid_request_error"
-    code = "worker_exists"
-
-
 class IsRank(GatewayError):
     """A data-parallel rank cannot leave alone."""
 
@@ -75,11 +67,11 @@ class IsRank(GatewayError):
 class AdminViews:
     """What the admin port needs of the process.
 
-    `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises ProbeFailed),
-    `remove_worker` returns once no new request can go there. `members` are the names in use, also of workers that have
-    not joined yet. `config` is the configuration with secrets masked. `affinity_header` (lower case) and
-    `affinity_field` are where a session id is read. `own_names`: the port may be asked by address or as localhost only;
-    `tenant_salt`: tenants have cache salts.
+    `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises WorkerTaken,
+    ProbeFailed), `remove_worker` returns once no new request can go there. `members` are the names in use, also of
+    workers that have not joined yet. `config` is the configuration with secrets masked. `affinity_header` (lower case)
+    and `affinity_field` are where a session id is read. `own_names`: the port may be asked by address or as localhost
+    only; `tenant_salt`: tenants have cache salts.
     """
 
     router: Router
@@ -263,10 +255,7 @@ def _members(views: AdminViews) -> APIRouter:
     async def add(settings: WorkerSettings) -> WorkerAnswer:
         """Probe a worker and let it join; the keys are those of `workers` in the configuration file. Where each of its
         data-parallel ranks is a worker, the answer shows the first."""
-        members = views.members()
-        spec = settings.spec({str(name) for name in members})
-        if spec.name in members:
-            raise NameTaken(f"a worker named {spec.name!r} is in the fleet; delete it first or choose another name")
+        spec = settings.spec({str(name) for name in views.members()})
         await views.add_worker(spec)
         return _worker_answer(views, next(iter(_workers_of(spec.name, views)), spec.name))
 

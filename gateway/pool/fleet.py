@@ -195,6 +195,16 @@ class Fleet:
         self._free_slot(worker)
         self._refit_pools()
 
+    def respec(self, spec: WorkerSpec, now: float) -> None:
+        """A worker is configured anew, at the same address: what is known of it stays. Unknown names are ignored."""
+        worker = self._workers.get(spec.name)
+        if worker is None:
+            return
+        worker.respec(spec)
+        worker.refit(worker.facts, spec.block_size or worker.facts.block_size or DEFAULT_BLOCK_SIZE)
+        self._refit_pools()
+        worker.tick(now)
+
     def facts(self, worker_id: WorkerId, facts: WorkerFacts, now: float) -> None:
         """Probing found something new; unknown names are ignored."""
         worker = self._workers.get(worker_id)

@@ -30,6 +30,7 @@ import zmq
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from gateway.admin import AdminViews, Readiness, admin_app
+from gateway.discovery import Enrolment, Roster
 from gateway.edge import Cors, Edge, EdgeLimits, PhaseTimeouts, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import LEARNED_BYTES, ApproximateSettings, KvIndex
@@ -146,6 +147,7 @@ class Gateway:
         self.metrics = RequestMetrics(self.fleet.pools.__contains__, is_worker=self.fleet.workers.__contains__)
         self.ports: Ports | None = None
         self.membership: Membership
+        self.enrolment: Enrolment
         self.refresh: Refresh
         self.health: HealthWatch
         self.edge: Edge
@@ -185,6 +187,7 @@ class Gateway:
             on_left=self._forget,
             settings=MembershipSettings(poll_s=settings.load.poll_s, refresh_s=settings.health.probe_s),
         )
+        self.enrolment = Enrolment(Roster(), self.membership, clock=self.clock)
         self.refresh = Refresh(self.fleet, self.membership)
         self.health = HealthWatch(
             self.fleet, control=control, tasks=self.supervisor, clock=self.clock, trial_s=settings.health.probe_s
@@ -246,8 +249,8 @@ class Gateway:
         if self._certificates:
             self.supervisor.start("certificates", lambda: watch(self._certificates))
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
-        for spec in settings.worker_specs():
-            self.membership.expect(spec)
+        await self.enrolment.configured(settings.worker_specs())
+        self.enrolment.follow((), self.supervisor)
         self.ports = Ports(_url(client_socket, server.host, tls=tls is not None), _url(admin_socket, server.admin_host))
         self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
         return self.ports
@@ -350,8 +353,8 @@ class Gateway:
             readings=readings,
             exposition=Exposition(self.metrics, readings, process=process),
             hasher=self.tokenizers.find,
-            add_worker=self.membership.add,
-            remove_worker=self.membership.leave,
+            add_worker=self.enrolment.add,
+            remove_worker=self.enrolment.remove,
             members=lambda: self.membership.members,
             config=lambda: settings.model_dump(mode="json"),
             ready=self.readiness,

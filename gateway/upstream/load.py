@@ -99,6 +99,13 @@ class LoadPoller:
         finally:
             self.close()
 
+    def respec(self, spec: WorkerSpec) -> None:
+        """The worker has another key; its address is the same."""
+        if spec.api_key != self._spec.api_key and self._line is not None:
+            self._line.close()
+            self._line = PollLine(spec.url, api_key=spec.api_key)
+        self._spec = spec
+
     def tighten(self, on: bool) -> None:
         """Poll more often from the next poll on, or as usual again."""
         self.period_s = min(self._usual_s, max(LEAST_POLL_S, self._usual_s / TIGHTENED)) if on else self._usual_s

@@ -121,6 +121,29 @@ class Membership:
             raise
         self._tasks.start(f"worker {spec.name}", lambda: self._follow(spec.name))
 
+    def change(self, spec: WorkerSpec) -> None:
+        """A member is configured anew, at the same address: its part of the index and its load stay, and a probe finds
+        out what else follows. Unknown names are fine."""
+        member = self._members.get(spec.name)
+        if member is None:
+            return
+        member.spec = spec
+        if member.facts is not None:
+            for name, changed in rank_specs(spec, member.facts).items():
+                if name in member.seats:
+                    member.seats[name].spec = changed
+                    self._fleet.respec(changed, self._clock())
+            self._fit_block_sizes()
+        if member.poller is not None:
+            member.poller.respec(spec)
+        member.look.set()
+
+    def drain(self, name: WorkerId, *, on: bool) -> None:
+        """No new requests for a member, or new ones again; unknown names are fine."""
+        member = self._members.get(name)
+        for worker in member.seats if member is not None else ():
+            self._fleet.drain(worker, self._clock(), on=on)
+
     async def leave(self, name: WorkerId) -> None:
         """Take a member out; unknown names are fine. No new request goes there once this has begun."""
         member = self._members.get(name)
@@ -268,8 +291,8 @@ class Membership:
             await self._refresh(member, facts)
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
-        spec = member.spec
-        member.hasher = await self._on_joining(spec, facts)
+        member.hasher = await self._on_joining(member.spec, facts)
+        spec = member.spec  # not before: it may have changed meanwhile
         if member.leaving:
             raise ProbeFailed(f"worker {spec.name} was removed while it joined")
         self._take_seats(member, facts)

@@ -111,6 +111,6 @@ def test_every_error_of_a_request_is_told_as_it_is(generator: ModuleType) -> Non
         for name, cls in classes.items()
         if cls.__module__ in ("gateway.errors", "gateway.edge.responses", "gateway.edge.auth")
     }
-    of_operators = {"FleetFull"}
+    of_operators = {"FleetFull", "WorkerTaken"}
     abstract = {"ClientError", "WorkerError"}
     assert told == on_the_way - of_operators - abstract

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import findings
 from gateway.admin import AdminViews, Readiness, admin_app
-from gateway.errors import FleetFull
+from gateway.errors import FleetFull, WorkerTaken
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
 from gateway.policy import make_policy
@@ -120,6 +120,8 @@ class Gateway:
         return IndexReading(bytes=self.index.stats().estimated_bytes)
 
     async def add_worker(self, spec: WorkerSpec) -> None:
+        if spec.name in (*self.fleet.workers, *self.expected):
+            raise WorkerTaken(f"a worker named {spec.name!r} is in the fleet")
         if "nowhere" in spec.url:
             raise ProbeFailed(f"no connection to {spec.url}; is the worker running?")
         if "one-too-many" in spec.url:

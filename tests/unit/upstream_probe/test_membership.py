@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -16,8 +17,8 @@ import zmq
 from gateway.errors import FleetFull
 from gateway.kv import KvIndex
 from gateway.kv.events import Cleared
-from gateway.pool import Fleet, WorkerState
-from gateway.records import RankChoice, TrustState, WorkerFacts, WorkerId, WorkerSpec
+from gateway.pool import Fleet, Reservation, WorkerState
+from gateway.records import RankChoice, Role, TrustState, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.membership import Membership, MembershipSettings
 
@@ -161,6 +162,46 @@ async def test_nothing_is_left_of_who_left(stand: Stand) -> None:
     await stand.membership.leave(W1)
     assert not stand.tasks.names
     assert stand.index.apply(slot, 0, [Cleared()]).ignored == {"unbound": 1}
+
+
+async def test_a_change_of_weight_pool_or_key_keeps_index_and_load(stand: Stand) -> None:
+    membership, fleet = stand.membership, stand.fleet
+    await membership.add(spec(W1))
+    worker = fleet.workers[W1]
+    fleet.reserve(worker, Reservation(100, 0, 10, 1.0, streamed=True, sent_at=1.0), 1.0)
+    membership.change(replace(spec(W1), weight=3.0, pool="canary", api_key="other"))
+    assert fleet.workers[W1] is worker
+    assert (worker.weight, worker.spec.pool, worker.spec.api_key) == (3.0, "canary", "other")
+    assert (worker.inflight_requests, stand.left) == (1, [])
+    assert stand.bound(W1)
+    assert membership.members[W1].look.is_set()
+
+
+async def test_a_change_reaches_the_ranks_of_a_server(stand: Stand) -> None:
+    vllm(stand, 2)
+    await stand.membership.add(spec(W1))
+    assert len(stand.fleet.workers) > 1
+    stand.membership.change(replace(spec(W1), weight=3.0))
+    assert {worker.weight for worker in stand.fleet.workers.values()} == {3.0}
+    assert {worker.spec.rank.number for worker in stand.fleet.workers.values() if worker.spec.rank} == {0, 1}
+
+
+async def test_a_change_while_it_joins_is_not_lost(stand: Stand) -> None:
+    async def meanwhile() -> None:
+        stand.membership.change(replace(spec(W1), role=Role.PREFILL))
+
+    stand.on_joining = meanwhile
+    await stand.membership.add(spec(W1))
+    assert stand.fleet.workers[W1].spec.role is Role.PREFILL
+
+
+async def test_a_worker_that_is_drained_gets_nothing_new(stand: Stand) -> None:
+    await stand.membership.add(spec(W1))
+    stand.membership.drain(W1, on=True)
+    assert stand.fleet.workers[W1].state is WorkerState.DRAINING
+    stand.membership.drain(W1, on=False)
+    assert stand.fleet.workers[W1].state is WorkerState.READY
+    stand.membership.drain(W2, on=True)
 
 
 async def test_what_a_worker_serves_later_is_found(stand: Stand) -> None:

@@ -1,0 +1,7 @@
+"""Who should be in the fleet: sources that name workers, one list made of them, and the fleet brought to it."""
+
+from gateway.discovery.enrolment import Enrolment
+from gateway.discovery.roster import Entry, Roster, SourceState
+from gateway.discovery.source import Found, Publish, Source
+
+__all__ = ["Enrolment", "Entry", "Found", "Publish", "Roster", "Source", "SourceState"]

@@ -1,0 +1,40 @@
+"""The seam between what names workers and the roster: each source says, again and again, whom it sees now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from gateway.records import WorkerSpec
+
+
+class Found(NamedTuple):
+    """One worker as a source sees it. `draining`: it still answers, and is to get no new requests."""
+
+    spec: WorkerSpec
+    draining: bool = False
+
+
+class Publish(Protocol):
+    """Where one source says what it sees."""
+
+    def present(self, found: Iterable[Found]) -> None:
+        """These are all the workers it sees; those it named before and does not name now are gone."""
+        ...
+
+    def failed(self, reason: str) -> None:
+        """It cannot look now: what it said last stays true."""
+        ...
+
+
+class Source(Protocol):
+    """Looks for workers as long as it runs; a failure of what it asks is told, not raised."""
+
+    @property
+    def name(self) -> str:
+        """Kind, and behind a colon what tells it from others of its kind: `config`, `dns:workers.example`."""
+        ...
+
+    async def run(self, publish: Publish) -> None:
+        """Never returns."""
+        ...
