@@ -36,6 +36,9 @@ class KeySettings(BaseModel):
         pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Who holds the key; several keys may be of one tenant."
     )
     models: tuple[str, ...] | None = Field(None, description="Served names it is good for; none: all.")
+    pools: tuple[str, ...] | None = Field(
+        None, description="Labels (`workers[].pool`) of the workers it may use; none: all."
+    )
     requests_per_minute: Rate | None = Field(None, description="Requests a minute; none: no limit.")
     tokens_per_minute: Rate | None = Field(None, description="Prompt and answer tokens a minute; none: no limit.")
 

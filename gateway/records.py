@@ -112,7 +112,8 @@ class InferenceRequest:
 
     `model` is the name the client used. `usage_asked` says that the client itself asked for the usage event of
     a stream (`stream_options.include_usage`). `session` comes from the affinity header or body field.
-    `stream_options` is the client's object, `body_bytes` the length of the body.
+    `stream_options` is the client's object, `body_bytes` the length of the body. `labels` are those of the workers it
+    may go to, None for any.
     """
 
     endpoint: Endpoint
@@ -129,6 +130,7 @@ class InferenceRequest:
     choices: int = 1
     stream_options: Mapping[str, object] | None = None
     body_bytes: int = 0
+    labels: frozenset[str] | None = None
 
 
 # --------------------------------------------------------------------------- prefix blocks
@@ -238,8 +240,8 @@ class WorkerSpec:
 
     `url` has no path and no trailing slash. `kv_events` and `kv_replay` are ZMQ endpoints to connect to
     (`tcp://host:port`), rank 0's where there are several; an empty string switches the feed off. `weight` scales its
-    share under blind policies. `kv_blocks` is the cache of all ranks together. A spec with a `rank` is made from that
-    of its server.
+    share under blind policies. `tenants` are those whose requests it may have, empty for everybody's. `kv_blocks` is
+    the cache of all ranks together. A spec with a `rank` is made from that of its server.
     """
 
     name: WorkerId
@@ -252,6 +254,7 @@ class WorkerSpec:
     api_key: str | None = field(default=None, repr=False)
     weight: float = 1.0
     models: tuple[str, ...] = ()
+    tenants: frozenset[str] = frozenset()
     block_size: int | None = None
     kv_blocks: int | None = None
     data_parallel_size: int | None = None
@@ -350,7 +353,8 @@ class Candidate(NamedTuple):
 class Decision:
     """Why a request went where it went. `predicted_tokens` is the chosen worker's overlap, `available_tokens`
     the best overlap in the pool; both 0 when the tokens are unknown. `excluded` names workers that were not
-    considered, with the reason. `affinity` is `none`, `kept`, `moved` or `new`."""
+    considered, with the reason. `affinity` is `none`, `kept`, `new`, or `moved_` and why (`docs/concepts/pools.md`).
+    In a pool that is split, `shard` is that of the worker and `home_shard` that of the prefix."""
 
     request_id: str
     model: str
@@ -367,6 +371,8 @@ class Decision:
     affinity: str = "none"
     reason: str | None = None
     decided_at: float = 0.0
+    shard: int | None = None
+    home_shard: int | None = None
 
 
 # --------------------------------------------------------------------------- outcome

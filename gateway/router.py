@@ -23,15 +23,26 @@ from gateway.checks import Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.kv import KvIndex, Overlaps
 from gateway.leases import Lease, Ledger, Recent, answers
-from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, View, pick
-from gateway.pool import Fleet, Pool, Reservation, Sessions, Worker, eligible
+from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Row, View, pick
+from gateway.pool import (
+    Excluded,
+    Fleet,
+    Pool,
+    Reservation,
+    Sessions,
+    Shard,
+    Worker,
+    WorkerState,
+    admits,
+    eligible,
+    order,
+)
 from gateway.records import (
     Decision,
     Endpoint,
     InferenceRequest,
     PrefixBlocks,
     PrefixMode,
-    Slot,
     Terms,
     Tier,
     WorkerId,
@@ -45,18 +56,28 @@ _NO_ANSWER = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, En
 
 _SLOW_TIERS = (Tier.CPU, Tier.DISK, Tier.REMOTE)
 
+_MOVED = {
+    "tried": "moved_failed",
+    WorkerState.EJECTED.value: "moved_ejected",
+    WorkerState.DRAINING.value: "moved_drained",
+    WorkerState.GONE.value: "moved_gone",
+}
+"""Why a session's worker was no candidate -> what is said of the session."""
+
 _OWN_S = Terms._fields.index("own_s")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """`read_tokens_per_s` is how fast a worker brings blocks of a slow tier back to its GPU: a first figure for hosts
-    over PCIe, local NVMe and the network; a slow-tier overlap only counts where reading beats recomputing."""
+    over PCIe, local NVMe and the network; a slow-tier overlap only counts where reading beats recomputing.
+    `spill_margin_s` is how much cheaper another shard must be."""
 
     speculative_ttl_s: float = 2.0
     recent_decisions: int = 256
     max_sessions: int = 1_000_000
     session_ttl_s: float = 3600.0
+    spill_margin_s: float = 0.5
     cpu_read_tokens_per_s: float = 60_000.0
     disk_read_tokens_per_s: float = 20_000.0
     remote_read_tokens_per_s: float = 40_000.0
@@ -87,6 +108,21 @@ class _Choice:
     slow: int
     text: bool
     overlaps: Overlaps | None
+
+
+@dataclass(slots=True)
+class _Weighed:
+    """The workers of a shard (or a pool), and the best of them at `at`."""
+
+    shard: Shard
+    at: int
+    cost: float
+    rows: list[Row]
+    raw: list[int]
+    view: View
+    overlaps: Overlaps | None
+    number: int | None = None
+    first: int | None = None
 
 
 class Router:
@@ -206,31 +242,21 @@ class Router:
         self, request: InferenceRequest, blocks: PrefixBlocks, now: float, tried: frozenset[WorkerId]
     ) -> _Choice:
         pool = self.pool(request.model)
-        workers, excluded = eligible(pool, request.endpoint, blocks, tried)
-        if not workers:
-            raise NoWorker(f"no worker of model {pool.name!r} is ready", retry_after_s=_RETRY_AFTER_S)
-        slots = pool.slots if workers is pool.ready else [worker.slot for worker in workers]
-        tokens = blocks.tokens
-        chains = blocks.chains
-        overlaps: Overlaps | None = None
-        if chains:
-            overlaps = self._index.overlap(blocks, pool.mask)
-            raw = overlaps.tokens_of(slots)
-            if blocks.text is not None:
-                raw = list(map(max, raw, self._index.overlap(blocks.text, pool.mask).tokens_of(slots)))
-            view = self._view(pool, workers, slots, raw, overlaps)
-        else:
-            raw = [0] * len(workers)
-            view = self._view(pool, workers, slots, raw, None)
         session = request.session
         home = self.sessions.find(session, now) if session is not None else None
-        rates = pool.rates
+        leading = _leading(blocks)
+        overhead_s, token_s, pair_s = pool.rates.prefill
         output = self._expected_output(request, pool)
-        overhead_s, token_s, pair_s = rates.prefill
-        ask = Ask(tokens, output, pool.block_size, overhead_s, token_s, pair_s, home, _leading(blocks))
-        rows = self.policy.score(ask, view, now)
-        unplaced = session if home is None else None
-        at = pick(self.policy, view, rows, session=unplaced, rng=self._rng)
+        ask = Ask(blocks.tokens, output, pool.block_size, overhead_s, token_s, pair_s, home, leading)
+        unplaced = None if session is None or self._may_have(pool, home) else session
+        if not pool.shards:
+            shard, excluded = eligible(pool, pool.everybody, request, blocks, tried)
+            found = self._weigh(pool, shard, ask, blocks, unplaced, now) if shard.workers else None
+        else:
+            found, excluded = self._in_shards(pool, ask, request, blocks, unplaced, now, tried)
+        if found is None:
+            raise self._nobody(pool, request)
+        at, rows, raw, view, workers = found.at, found.rows, found.raw, found.view, found.shard.workers
         worker = workers[at]
         decision = Decision(
             request_id=request.request_id,
@@ -240,18 +266,21 @@ class Router:
             worker=worker.id,
             predicted_tokens=raw[at],
             available_tokens=max(raw),
-            prompt_tokens=tokens,
+            prompt_tokens=blocks.tokens,
             block_size=blocks.block_size,
             mode=blocks.mode,
             candidates=Candidates([w.id for w in workers], raw, [w.trust for w in workers], rows),
             excluded=excluded,
-            affinity=_affinity(session, home, worker.id),
+            affinity="none" if session is None else self._affinity(home, found, excluded),
             reason=blocks.reason,
             decided_at=now,
+            shard=found.number,
+            home_shard=found.first,
         )
         hit = view.hits[at]
+        overlaps = found.overlaps
         # Policies that do not price in seconds leave the terms at 0; what others wait for must be known all the same.
-        own_s = rows[at][_OWN_S] or worker.slowdown * rates.prefill_s(tokens - hit, hit)
+        own_s = rows[at][_OWN_S] or worker.slowdown * pool.rates.prefill_s(blocks.tokens - hit, hit)
         bit = 1 << worker.slot
         slow = sum(overlaps.slow(worker.slot).values()) if overlaps is not None and self._slow_slots & bit else 0
         text = blocks.mode is PrefixMode.APPROXIMATE
@@ -259,9 +288,88 @@ class Router:
             text = overlaps.tokens(worker.slot) < raw[at]
         return _Choice(decision, worker, pool, hit, own_s, output, slow, text, overlaps)
 
-    def _view(
-        self, pool: Pool, workers: Sequence[Worker], slots: Sequence[Slot], raw: list[int], overlaps: Overlaps | None
-    ) -> View:
+    def _may_have(self, pool: Pool, home: WorkerId | None) -> bool:
+        """Whether a session's worker may get requests of this pool now."""
+        worker = self.fleet.workers.get(home) if home is not None else None
+        return worker is not None and bool(pool.mask >> worker.slot & 1)
+
+    def _in_shards(
+        self,
+        pool: Pool,
+        ask: Ask,
+        request: InferenceRequest,
+        blocks: PrefixBlocks,
+        unplaced: str | None,
+        now: float,
+        tried: frozenset[WorkerId],
+    ) -> tuple[_Weighed | None, Excluded]:
+        """Home first; as long as the best so far costs more than the margin, the next shard is asked too, and kept
+        when it is better by more than the margin."""
+        margin_s = self.settings.spill_margin_s
+        best: _Weighed | None = None
+        excluded: Excluded = ()
+        first: int | None = None
+        for number in self._shards_of(pool, ask):
+            first = number if first is None else first
+            shard, excluded = eligible(pool, pool.shards[number], request, blocks, tried)
+            if not shard.workers:
+                continue
+            found = self._weigh(pool, shard, ask, blocks, unplaced, now)
+            found.number, found.first = number, first
+            if best is not None and found.cost + margin_s >= best.cost:
+                break
+            best = found
+            if best.cost <= margin_s:
+                break
+        return best, excluded
+
+    def _shards_of(self, pool: Pool, ask: Ask) -> Sequence[int]:
+        """The order in which shards are asked. A session goes on in the shard where it is; a prompt of unknown tokens
+        has no home."""
+        count = len(pool.shards)
+        numbers = order(self._rng.getrandbits(64) if ask.leading is None else ask.leading, count)
+        at = pool.shard_of(ask.home) if ask.home is not None else None
+        return numbers if at is None else [at, *(number for number in numbers if number != at)]
+
+    def _weigh(
+        self, pool: Pool, shard: Shard, ask: Ask, blocks: PrefixBlocks, unplaced: str | None, now: float
+    ) -> _Weighed:
+        """The best of these workers."""
+        workers, slots, mask = shard
+        overlaps: Overlaps | None = None
+        if blocks.chains:
+            overlaps = self._index.overlap(blocks, mask)
+            raw = overlaps.tokens_of(slots)
+            if blocks.text is not None:
+                raw = list(map(max, raw, self._index.overlap(blocks.text, mask).tokens_of(slots)))
+        else:
+            raw = [0] * len(workers)
+        view = self._view(pool, shard, raw, overlaps)
+        rows = self.policy.score(ask, view, now)
+        at = pick(self.policy, view, rows, session=unplaced, rng=self._rng)
+        return _Weighed(shard, at, rows[at][0], rows, raw, view, overlaps)
+
+    def _affinity(self, home: WorkerId | None, found: _Weighed, excluded: Excluded) -> str:
+        """What became of a session: in one word, with the reason when it moves."""
+        workers = found.shard.workers
+        if home is None:
+            return "new"
+        if workers[found.at].id == home:
+            return "kept"
+        if any(worker.id == home for worker in workers):
+            return "moved_busy"
+        if home not in self.fleet.workers:
+            return "moved_gone"
+        return _MOVED.get(dict(excluded).get(home, ""), "moved_other")
+
+    @staticmethod
+    def _nobody(pool: Pool, request: InferenceRequest) -> NoWorker | UnknownModel:
+        if not any(admits(worker, request) for worker in pool.workers):
+            return UnknownModel(f"model {pool.name!r} is not served, or not to this key", param="model")
+        return NoWorker(f"no worker of model {pool.name!r} is ready", retry_after_s=_RETRY_AFTER_S)
+
+    def _view(self, pool: Pool, shard: Shard, raw: list[int], overlaps: Overlaps | None) -> View:
+        workers, slots, mask = shard
         size = pool.block_size
         hits = [
             hit if worker.trust == 1.0 else int(hit * worker.trust) for worker, hit in zip(workers, raw, strict=True)
@@ -271,7 +379,7 @@ class Router:
             for worker, blocks in zip(workers, self._index.gpu_blocks(slots), strict=True)
         ]
         read_s: list[float] | None = None
-        if overlaps is not None and self._slow_slots & pool.mask:
+        if overlaps is not None and self._slow_slots & mask:
             for position, worker in enumerate(workers):
                 slow = overlaps.slow(worker.slot)
                 if slow:
@@ -311,11 +419,3 @@ def _leading(blocks: PrefixBlocks) -> int | None:
         return None
     keys = blocks.chains[0].keys
     return keys[min(len(keys), max(1, LEADING_TOKENS // blocks.block_size)) - 1]
-
-
-def _affinity(session: str | None, home: WorkerId | None, chosen: WorkerId) -> str:
-    if session is None:
-        return "none"
-    if home is None:
-        return "new"
-    return "kept" if home == chosen else "moved"

@@ -429,6 +429,8 @@ class DecisionAnswer(BaseModel):
     mode: Literal["exact", "engine", "approximate", "none"]
     reason: str | None
     affinity: str
+    shard: int | None
+    home_shard: int | None
     age_s: float
     candidates: list[CandidateAnswer]
     excluded: list[tuple[str, str]]
@@ -455,6 +457,8 @@ class DecisionAnswer(BaseModel):
             mode=decision.mode.value,
             reason=decision.reason,
             affinity=decision.affinity,
+            shard=decision.shard,
+            home_shard=decision.home_shard,
             age_s=now - decision.decided_at,
             candidates=[
                 CandidateAnswer(

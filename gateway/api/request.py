@@ -79,13 +79,14 @@ def parse_request(
     priority: int = 0,
     tenant: str | None = None,
     salted: bool = False,
+    labels: frozenset[str] | None = None,
 ) -> InferenceRequest:
     """Read a request body.
 
     `session` and `priority` come from headers: the session header wins over the body's `affinity_field`, the body's
     `priority` over the header's (as in vLLM: lower is served first). `usage_asked` is also true where a stream has
     its usage without being asked (every endpoint but chat and completions). `salted`: the request's cache salt becomes
-    one of its tenant's own, as `ask_for_salt` writes it into the body.
+    one of its tenant's own, as `ask_for_salt` writes it into the body. `labels` are those of workers its key allows.
 
     Raises BadRequest: not UTF-8, not JSON, nested too deeply, not an object, or a field of the gateway's is wrong.
     """
@@ -124,6 +125,7 @@ def parse_request(
         choices=1 if choices is None else choices,
         stream_options=options,
         body_bytes=len(body),
+        labels=labels,
     )
 
 

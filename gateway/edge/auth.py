@@ -73,12 +73,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What one API key allows. `models` are served names, None: all; a rate of None is no limit."""
+    """What one API key allows. `models` are served names, `labels` those of workers, None: all; a rate of None is no
+    limit."""
 
     tenant: str
     models: frozenset[str] | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    labels: frozenset[str] | None = None
 
 
 class Tenant:

@@ -208,6 +208,7 @@ class Exchange:
             affinity_field=edge.session_field,
             tenant=self._tenant,
             salted=edge.tenant_salt,
+            labels=self._visit.tenant.access.labels if self._visit is not None else None,
         )
         if len(body) <= edge.limits.inline_parse_bytes:
             request = parse()

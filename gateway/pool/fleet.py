@@ -26,6 +26,7 @@ from typing import NamedTuple
 from gateway.errors import FleetFull
 from gateway.pool.health import Evidence, Health, HealthSettings, RetryBudget, WorkerState, evidence_of
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
+from gateway.pool.shards import NOBODY, Shard, ShardSettings, assign
 from gateway.pool.trust import MISS_THRESHOLD, Trust
 from gateway.pool.worker import STALE_S, Reservation, Worker
 from gateway.records import Ending, LoadSample, Result, Role, Slot, WorkerFacts, WorkerId, WorkerSpec
@@ -56,12 +57,33 @@ class Pool:
     """
 
     __slots__ = (
-        "adapter", "block_size", "mask", "model", "name", "not_ready", "panic", "rates", "ready", "retries", "shortest",
-        "slots", "spare", "workers",
+        "_shard_of",
+        "adapter",
+        "block_size",
+        "everybody",
+        "for_tenants",
+        "model",
+        "name",
+        "not_ready",
+        "panic",
+        "rates",
+        "retries",
+        "sharding",
+        "shards",
+        "shortest",
+        "spare",
+        "workers",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, *, model: str, adapter: str | None, rates: PoolRates, retry_ratio: float = 0.2
+        self,
+        name: str,
+        *,
+        model: str,
+        adapter: str | None,
+        rates: PoolRates,
+        retry_ratio: float = 0.2,
+        sharding: ShardSettings | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -70,25 +92,45 @@ class Pool:
         self.retries = RetryBudget(retry_ratio)
         self.block_size = DEFAULT_BLOCK_SIZE
         self.workers: tuple[Worker, ...] = ()
-        self.ready: tuple[Worker, ...] = ()
-        self.slots: tuple[Slot, ...] = ()
-        """Slots of the ready workers, in their order."""
-        self.mask = 0
-        """The same as bits."""
+        self.everybody = NOBODY
+        """The workers that may get requests now."""
+        self.sharding = sharding or ShardSettings()
+        self.shards: tuple[Shard, ...] = ()
+        """The same in slices; empty for a pool that is not split."""
+        self._shard_of: dict[WorkerId, int] = {}
         self.not_ready: tuple[tuple[WorkerId, str], ...] = ()
         """The others, with the reason."""
         self.spare: tuple[Worker, ...] = ()
         """Workers in a slow start that have all they may have: only for a request that failed on the others."""
         self.panic = False
         """Too many are ejected for the rest to do the work: ejected ones are used too."""
+        self.for_tenants = False
+        """Some of its workers are for certain tenants only."""
         self.shortest: int | None = None
         """Smallest context length among its workers, in tokens."""
+
+    @property
+    def ready(self) -> tuple[Worker, ...]:
+        """The workers that may get requests now."""
+        return self.everybody.workers
+
+    @property
+    def mask(self) -> int:
+        """Their slots as bits."""
+        return self.everybody.mask
+
+    def shard_of(self, worker: WorkerId) -> int | None:
+        """The shard of a worker; None for another pool's, and where there are no shards."""
+        return self._shard_of.get(worker)
 
     def refit(self, workers: tuple[Worker, ...], block_size: int, *, panic_ratio: float) -> None:
         """The workers, or what is known of them, have changed."""
         self.workers = workers
         self.block_size = block_size
         self.shortest = min((w.facts.max_model_len for w in workers if w.facts.max_model_len is not None), default=None)
+        self.for_tenants = any(worker.spec.tenants for worker in workers)
+        count = self.sharding.count(len(workers))
+        self._shard_of = assign([worker.id for worker in workers], count) if count > 1 else {}
         self.renew(panic_ratio)
 
     def renew(self, panic_ratio: float) -> None:
@@ -103,13 +145,20 @@ class Pool:
         self.panic = ejected > panic_ratio * len(fit)
         free = [worker for worker, reason in reasons if reason is None]
         full = [worker for worker, reason in reasons if reason == _FULL]
-        self.ready = tuple(fit if self.panic else free or full)
+        self.everybody = Shard.of(fit if self.panic else free or full)
         self.spare = () if self.panic or not free else tuple(full)
         self.not_ready = tuple(
             (worker.id, reason) for worker, reason in reasons if reason is not None and worker not in self.ready
         )
-        self.slots = tuple(worker.slot for worker in self.ready)
-        self.mask = sum(1 << slot for slot in self.slots)
+        self.shards = self._slices()
+
+    def _slices(self) -> tuple[Shard, ...]:
+        if not self._shard_of:
+            return ()
+        members: list[list[Worker]] = [[] for _ in range(self.sharding.count(len(self.workers)))]
+        for worker in self.ready:
+            members[self._shard_of[worker.id]].append(worker)
+        return tuple(map(Shard.of, members))
 
 
 _EJECTED = WorkerState.EJECTED.value
@@ -130,7 +179,8 @@ class Fleet:
 
     `block_sizes` gives configured block sizes by base model name; `priors` are the speeds assumed before any is seen;
     a load sample older than `stale_s` is forgotten. `miss_threshold` is the route-miss rate above which a worker's
-    refresh is tightened. `health` says when a worker is ejected, `retry_ratio` how many retries a pool may make.
+    refresh is tightened. `health` says when a worker is ejected, `retry_ratio` how many retries a pool may make,
+    `sharding` when a pool is split.
     """
 
     def __init__(
@@ -142,7 +192,9 @@ class Fleet:
         miss_threshold: float = MISS_THRESHOLD,
         health: HealthSettings | None = None,
         retry_ratio: float = 0.2,
+        sharding: ShardSettings | None = None,
     ) -> None:
+        self._sharding = sharding or ShardSettings()
         self._health = health or HealthSettings()
         self._retry_ratio = retry_ratio
         self._stale_s = stale_s
@@ -394,7 +446,14 @@ class Fleet:
             pool = self._pools.get(name)
             if pool is None or (pool.model, pool.adapter) != (base, adapter):
                 rates = self._rates_of(base)
-                pool = Pool(name, model=base, adapter=adapter, rates=rates, retry_ratio=self._retry_ratio)
+                pool = Pool(
+                    name,
+                    model=base,
+                    adapter=adapter,
+                    rates=rates,
+                    retry_ratio=self._retry_ratio,
+                    sharding=self._sharding,
+                )
                 self._pools[name] = pool
             names = [*(n for n, b in bases.items() if b == base), ANY_MODEL]
             configured = [self._block_sizes[n] for n in names if n in self._block_sizes]

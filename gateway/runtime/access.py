@@ -71,6 +71,7 @@ def _access(entry: KeySettings) -> Access:
         frozenset(entry.models) if entry.models is not None else None,
         entry.requests_per_minute,
         entry.tokens_per_minute,
+        frozenset(entry.pools) if entry.pools is not None else None,
     )
 
 

@@ -34,8 +34,8 @@ from gateway.discovery import Enrolment, Roster
 from gateway.edge import Cors, Edge, EdgeLimits, PhaseTimeouts, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import LEARNED_BYTES, ApproximateSettings, KvIndex
-from gateway.policy import Weights, make_policy
-from gateway.pool import STALE_S, Fleet, HealthSettings
+from gateway.policy import Prices, Weights, make_policy
+from gateway.pool import STALE_S, Fleet, HealthSettings, ShardSettings
 from gateway.records import Outcome, WorkerId
 from gateway.router import Router, RouterSettings
 from gateway.runtime.access import KeysInForce
@@ -108,6 +108,7 @@ class Gateway:
                 panic_ratio=settings.health.panic_ratio,
             ),
             retry_ratio=settings.retries.budget_ratio,
+            sharding=ShardSettings(settings.routing.shards, settings.routing.shard_workers),
         )
         self.index = KvIndex(
             max_bytes=settings.index.max_bytes,
@@ -122,12 +123,18 @@ class Gateway:
         self.router = Router(
             self.fleet,
             self.index,
-            make_policy(routing.policy, rng=rng, weights=_weights(settings)),
+            make_policy(
+                routing.policy,
+                rng=rng,
+                weights=_weights(settings),
+                prices=Prices(affinity_s=routing.affinity.credit_s),
+            ),
             rng=rng,
             settings=RouterSettings(
                 speculative_ttl_s=routing.speculative_ttl_s,
                 max_sessions=routing.affinity.max_sessions,
                 session_ttl_s=routing.affinity.ttl_s,
+                spill_margin_s=routing.spill_margin_s,
             ),
         )
         timeouts = settings.timeouts

@@ -89,6 +89,9 @@ class WorkerSettings(Section):
     api_key: SecretStr | None = Field(
         None, description="Sent to the worker as bearer token instead of the client's; none: the client's goes through."
     )
+    tenants: tuple[str, ...] = Field(
+        (), description="Tenants (of API keys) whose requests it gets, nobody else's; none: everybody's."
+    )
     weight: float = Field(1.0, gt=0, le=1000, description="Share under `least_load`, `random`, `p2c`, `prefix_hash`.")
 
     @field_validator("url")
@@ -127,6 +130,7 @@ class WorkerSettings(Section):
             ranks=self.ranks,
             api_key=self.api_key.get_secret_value() if self.api_key else None,
             weight=self.weight,
+            tenants=frozenset(self.tenants),
         )
 
 

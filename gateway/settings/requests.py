@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway.records import Endpoint
 from gateway.settings.section import Seconds, Section
@@ -21,6 +21,9 @@ class AffinitySettings(Section):
     body_field: str | None = Field(None, description="Top-level body field that carries it, when the header is absent.")
     ttl_s: Seconds = Field(3600, description="A session without requests is forgotten after this long.")
     max_sessions: int = Field(1_000_000, ge=0, description="Sessions remembered; the oldest go first.")
+    credit_s: float = Field(
+        0.02, ge=0, le=60, description="Seconds by which a session's last worker is preferred; 0: not at all."
+    )
 
 
 class RoutingSettings(Section):
@@ -34,6 +37,19 @@ class RoutingSettings(Section):
     gamma: Weight = Field("auto", description="Scales the prices of decode, eviction and occupancy; auto is 1.")
     speculative_ttl_s: Seconds = Field(2, description="How long a sent prompt counts as held without an event.")
     affinity: AffinitySettings = AffinitySettings()
+    shards: int = Field(
+        1, ge=1, le=64, description="Slices of a large pool; a decision looks at the one that is home to its prefix."
+    )
+    shard_workers: int = Field(16, ge=2, le=1024, description="Least workers of a shard: a smaller pool has fewer.")
+    spill_margin_s: float = Field(
+        0.5, ge=0, le=3600, description="A request leaves its home shard for one that is cheaper by more than this."
+    )
+
+    @model_validator(mode="after")
+    def _in_seconds(self) -> RoutingSettings:
+        if self.shards > 1 and self.policy != "seconds":
+            raise ValueError("`shards` compares costs in seconds: leave it out, or use the policy `seconds`")
+        return self
 
 
 class IndexSettings(Section):

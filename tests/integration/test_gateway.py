@@ -120,7 +120,7 @@ async def test_a_session_is_kept_and_moved_when_its_worker_leaves() -> None:
         assert (await r.http.delete(f"{r.ports.admin_url}/admin/workers/{home}")).status_code == 204
         assert await ask() != home
         decision = (await r.admin("/admin/decisions", params={"limit": 1}))["decisions"][0]
-        assert decision["affinity"] == "moved"
+        assert decision["affinity"] == "moved_gone"
 
 
 async def test_predicted_and_delivered_stand_side_by_side() -> None:

@@ -105,7 +105,7 @@ def finish(lease: Lease, at: float) -> None:
 
 @pytest.mark.parametrize("length", [5, 200, 2_000])
 def test_unique_prompts_one_after_another_spread_over_idle_workers(length: int) -> None:
-    """C1, with first-byte times that scatter by a third."""
+    """With first-byte times that scatter by a third."""
     bench, rng, now = Bench(4), Random(7), 0.0
     counts: Counter[str] = Counter()
     for _ in range(200):
@@ -339,7 +339,7 @@ def test_a_session_is_new_then_kept_then_moved_with_a_word() -> None:
     assert second.worker is first.worker
     bench.fleet.leaving(first.worker.id, 3.0, reason="away")
     moved = bench.route(words(rng, 40), 4.0, session="chat")
-    assert moved.decision.affinity == "moved"
+    assert moved.decision.affinity == "moved_gone"
     assert bench.route(words(rng, 40), 4.0).decision.affinity == "none"
 
 
@@ -348,7 +348,7 @@ def test_a_session_never_holds_against_a_queue() -> None:
     home = bench.route(words(rng, 40), 0.0, session="chat").worker
     while bench.fleet.workers[home.id].pending_s < 2.0:
         bench.route(words(rng, 8000), 0.0, excluded={"w0", "w1"} - {home.id})
-    assert bench.route(words(rng, 40), 0.0, session="chat").decision.affinity == "moved"
+    assert bench.route(words(rng, 40), 0.0, session="chat").decision.affinity == "moved_busy"
 
 
 def test_replicas_that_never_met_send_a_new_session_to_the_same_worker() -> None:
