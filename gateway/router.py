@@ -351,15 +351,15 @@ class Router:
 
     def _affinity(self, home: WorkerId | None, found: _Weighed, excluded: Excluded) -> str:
         """What became of a session: in one word, with the reason when it moves."""
-        workers = found.shard.workers
         if home is None:
             return "new"
-        if workers[found.at].id == home:
+        if found.shard.workers[found.at].id == home:
             return "kept"
-        if any(worker.id == home for worker in workers):
-            return "moved_busy"
-        if home not in self.fleet.workers:
+        worker = self.fleet.workers.get(home)
+        if worker is None:
             return "moved_gone"
+        if found.shard.mask >> worker.slot & 1:
+            return "moved_busy"
         return _MOVED.get(dict(excluded).get(home, ""), "moved_other")
 
     @staticmethod

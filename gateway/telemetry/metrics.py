@@ -93,7 +93,7 @@ AFFINITY = _spec(
     Kind.COUNTER,
     ("result",),
     "Requests by what became of their session: none, new, kept, moved_busy (elsewhere was cheaper), moved_drained, "
-    "moved_ejected, moved_gone, moved_failed (its worker failed this request), moved_other (no worker for this request).",
+    "moved_ejected, moved_gone, moved_failed (its worker failed this request), moved_other (not for this request).",
 )
 REQUEST_RESULTS = _spec(
     "request_results_total",
