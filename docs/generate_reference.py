@@ -1,4 +1,4 @@
-"""Writes docs/reference/*.md from the code: settings, commands, metrics, errors, findings.
+"""Writes docs/reference/*.md from the code: settings, commands, metrics, errors, findings, admin API.
 
 python docs/generate_reference.py            write the pages
 python docs/generate_reference.py --check    exit 1 when a page does not agree with the code
@@ -10,15 +10,23 @@ import importlib
 import sys
 import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from random import Random
 
 import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gateway import errors
+from gateway.admin import AdminViews, admin_app
+from gateway.admin.app import SCHEMA_PATH
 from gateway.cli.app import app
 from gateway.findings import KINDS
+from gateway.kv import KvIndex
+from gateway.policy import make_policy
+from gateway.pool import Fleet
+from gateway.router import Router
 from gateway.settings import ENV_PREFIX, Settings
 from gateway.telemetry.metrics import describe_metrics
 
@@ -168,7 +176,105 @@ def findings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def admin_page() -> str:
+    """Every path of the admin port with parameters and answer, and every answer's fields."""
+    schema = _admin_schema()
+    lines = [
+        "# Admin API",
+        NOTE,
+        "Paths of the admin port (`server.admin_host`, `server.admin_port`), JSON in and out. The same as OpenAPI:",
+        f"`{SCHEMA_PATH}`, for generated clients; the commands `kvgate workers`, `pools`, `sessions`, `decisions`,",
+        "`drain`, `undrain`, `resync`, `reset` and `explain` are clients of it ([commands](cli.md)).",
+        "With `auth.admin_token` set, everything but `/health`, `/ready` and the schema needs the header",
+        "`authorization: Bearer <token>`. Errors have OpenAI's shape ([errors](errors.md)).",
+    ]
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            lines += ["", f"## {method.upper()} {path}", "", operation["description"].strip(), ""]
+            rows = [_parameter(parameter) for parameter in operation.get("parameters", ())]
+            if rows:
+                lines += ["| parameter | in | type | default | meaning |", "|---|---|---|---|---|", *rows, ""]
+            if "requestBody" in operation:
+                (content,) = operation["requestBody"]["content"].values()
+                lines += [f"Body: {_type(content['schema'])}.", ""]
+            lines += [f"Operation `{operation['operationId']}`. Answers: {', '.join(_answers(operation))}."]
+    lines += ["", "# Answers"]
+    for name, model in schema["components"]["schemas"].items():
+        if "properties" not in model:
+            continue
+        lines += ["", f"## {name}", "", *([model["description"].strip(), ""] if "description" in model else [])]
+        lines += ["| field | type | meaning |", "|---|---|---|"]
+        lines += [
+            f"| `{field}` | {_type(part)} | {_one_line(part.get('description', ''))} |"
+            for field, part in model["properties"].items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _admin_schema() -> dict[str, typing.Any]:
+    nothing: typing.Any = None  # nobody asks these paths anything
+    router = Router(Fleet(), KvIndex(), make_policy("random", rng=Random(0)), rng=Random(0))
+    views = AdminViews(
+        router=router,
+        readings=nothing,
+        exposition=nothing,
+        hasher=nothing,
+        add_worker=nothing,
+        remove_worker=nothing,
+        resync=nothing,
+        members=nothing,
+        config=nothing,
+        ready=nothing,
+        clock=nothing,
+    )
+    return admin_app(views).openapi()
+
+
+def _parameter(parameter: dict[str, typing.Any]) -> str:
+    schema = parameter["schema"]
+    default = "required" if parameter["required"] else f"`{_plain(schema['default'])}`" if "default" in schema else ""
+    text = _one_line(parameter.get("description", ""))
+    return f"| `{parameter['name']}` | {parameter['in']} | {_type(schema)} | {default} | {text} |"
+
+
+def _answers(operation: dict[str, typing.Any]) -> Iterator[str]:
+    for status, answer in operation["responses"].items():
+        schemas = [content["schema"] for content in answer.get("content", {}).values() if "schema" in content]
+        yield f"{status} {_type(schemas[0])}" if schemas else status
+
+
+def _type(schema: dict[str, typing.Any]) -> str:
+    """A schema in a few words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", 1)[1]
+        return f"[{name}](#{name.lower()})" if "properties" in _components()[name] else _type(_components()[name])
+    if "anyOf" in schema:
+        return " or ".join(_type(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    kind = schema.get("type", "any")
+    if kind == "array":
+        items = schema.get("prefixItems") or [schema.get("items", {})]
+        return f"list of {', '.join(_type(item) for item in items)}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"object of {_type(schema['additionalProperties'])}"
+    return str(kind)
+
+
+@cache
+def _components() -> dict[str, typing.Any]:
+    components: dict[str, typing.Any] = _admin_schema()["components"]["schemas"]
+    return components
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 PAGES = {
+    "admin-api.md": admin_page,
     "settings.md": settings_page,
     "cli.md": cli_page,
     "metrics.md": metrics_page,

@@ -28,6 +28,7 @@ No clock: `now` is an argument, in seconds. Nothing here does I/O or logs; `Heal
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Final, NamedTuple
@@ -130,6 +131,7 @@ class Health:
         "changes",
         "draining",
         "limit",
+        "past",
         "reason",
         "since",
         "state",
@@ -152,6 +154,8 @@ class Health:
         """Answers are evidence now: there is something they could heal."""
         self.changes: list[Change] = []
         """What happened, oldest first; whoever logs it takes it away."""
+        self.past: deque[Change] = deque(maxlen=_KEPT_CHANGES)
+        """The same, kept for whoever asks."""
         self._away: str | None = None
         self._period_at = -math.inf
         """When the breaker last opened or closed (rule 3)."""
@@ -335,7 +339,9 @@ class Health:
         self.watched = bool(self._credit or self._probes_failed or self._slow or self.breaker is not Breaker.CLOSED)
         self.reason = reason
         if state is not self.state:
-            self.changes.append(Change(now, self.state, state, reason))
+            change = Change(now, self.state, state, reason)
+            self.past.append(change)
+            self.changes.append(change)
             del self.changes[:-_KEPT_CHANGES]
             self.state, self.since = state, now
 

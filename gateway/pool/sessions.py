@@ -17,12 +17,14 @@ from gateway.records import WorkerId
 class Sessions:
     """Session name -> worker, least recently used first."""
 
-    __slots__ = ("_max", "_records", "_ttl_s")
+    __slots__ = ("_counts", "_max", "_records", "_ttl_s")
 
     def __init__(self, *, max_sessions: int = 1_000_000, ttl_s: float = 3600.0) -> None:
         self._max = max_sessions
         self._ttl_s = ttl_s
         self._records: OrderedDict[str, tuple[WorkerId, float]] = OrderedDict()
+        self._counts: dict[WorkerId, int] = {}
+        """Records of each worker, so that nobody has to walk a million of them."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -37,10 +39,32 @@ class Sessions:
     def keep(self, session: str, worker: WorkerId, now: float) -> None:
         """The session's latest request went to `worker`."""
         records = self._records
+        before = records.get(session)
         records[session] = (worker, now)
+        if before is None:
+            self._counts[worker] = self._counts.get(worker, 0) + 1
+            if len(records) > self._max:
+                self._drop(records.popitem(last=False)[1][0])
+            return
         records.move_to_end(session)
-        if len(records) > self._max:
-            records.popitem(last=False)
+        if before[0] != worker:
+            self._drop(before[0])
+            self._counts[worker] = self._counts.get(worker, 0) + 1
+
+    def record(self, session: str, now: float) -> tuple[WorkerId, float] | None:
+        """Worker of the session's last request and seconds since; None as for `find`."""
+        record = self._records.get(session)
+        if record is None or now - record[1] > self._ttl_s:
+            return None
+        return record[0], now - record[1]
+
+    def forget(self, session: str) -> bool:
+        """Remember nothing of a session; False when nothing was."""
+        record = self._records.pop(session, None)
+        if record is None:
+            return False
+        self._drop(record[0])
+        return True
 
     def expire(self, now: float) -> int:
         """Drops records past their life time; returns how many. Costs those records only."""
@@ -51,13 +75,17 @@ class Sessions:
             oldest = next(iter(records.values()))
             if oldest[1] >= limit:
                 break
-            records.popitem(last=False)
+            self._drop(records.popitem(last=False)[1][0])
             gone += 1
         return gone
 
     def by_worker(self) -> dict[WorkerId, int]:
-        """How many sessions point to each worker; for the admin face, costs the whole table."""
-        counts: dict[WorkerId, int] = {}
-        for worker, _ in self._records.values():
-            counts[worker] = counts.get(worker, 0) + 1
-        return counts
+        """How many sessions point to each worker, also to those that have left."""
+        return dict(self._counts)
+
+    def _drop(self, worker: WorkerId) -> None:
+        left = self._counts[worker] - 1
+        if left:
+            self._counts[worker] = left
+        else:
+            del self._counts[worker]

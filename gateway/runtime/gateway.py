@@ -362,6 +362,7 @@ class Gateway:
             hasher=self.tokenizers.find,
             add_worker=self.enrolment.add,
             remove_worker=self.enrolment.remove,
+            resync=self.membership.resync,
             members=lambda: self.membership.members,
             config=lambda: settings.model_dump(mode="json"),
             ready=self.readiness,

@@ -215,6 +215,16 @@ class Membership:
             elif source.replay_endpoint is not None:
                 feed.resync()
 
+    def resync(self, worker_id: WorkerId) -> int:
+        """An operator wants a worker's part of the index learned anew, history kept or not. How many feeds do so."""
+        seat = self._seat_of(worker_id)
+        if seat is None:
+            return 0
+        for feed in seat.feeds.values():
+            feed.resync()
+        self._log.info("index of the worker is learned anew: asked for", worker=worker_id)
+        return len(seat.feeds)
+
     def _seat_of(self, worker_id: WorkerId) -> Seat | None:
         member = self.member_of(worker_id)
         return None if member is None else member.seats.get(worker_id)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from jsonschema import Draft202012Validator
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -63,6 +64,7 @@ class Gateway:
     fleet: Fleet = field(default_factory=Fleet)
     index: KvIndex = field(default_factory=KvIndex)
     added: list[WorkerSpec] = field(default_factory=list)
+    resynced: list[WorkerId] = field(default_factory=list)
     expected: set[WorkerId] = field(default_factory=set)
     readiness: Readiness = field(default_factory=lambda: Readiness(ready=True))
     broken: bool = False
@@ -133,6 +135,10 @@ class Gateway:
         self.expected.discard(worker_id)
         self.fleet.remove(worker_id, NOW)
 
+    def resync(self, worker_id: WorkerId) -> int:
+        self.resynced.append(worker_id)
+        return 1 if worker_id == "w1" else 0
+
     def config(self) -> Mapping[str, Any]:
         if self.broken:
             raise RuntimeError("a bug")
@@ -166,6 +172,7 @@ async def admin(
             hasher=lambda model: gateway.hasher if model == "llama" else None,
             add_worker=gateway.add_worker,
             remove_worker=gateway.remove_worker,
+            resync=gateway.resync,
             members=lambda: {*gateway.fleet.workers, *gateway.expected},
             config=gateway.config,
             ready=lambda: gateway.readiness,
@@ -286,10 +293,27 @@ async def test_index(client: httpx.AsyncClient, gateway: Gateway) -> None:
 async def test_sessions_are_counted_and_named_only_when_asked_for(client: httpx.AsyncClient, gateway: Gateway) -> None:
     gateway.router.sessions.keep("alice-secret", WorkerId("w1"), NOW)
     answer = await client.get("/admin/sessions")
-    assert answer.json() == {"sessions": 1, "by_worker": {"w1": 1}, "worker": None}
+    assert answer.json() == {"sessions": 1, "by_worker": {"w1": 1}, "worker": None, "age_s": None}
     assert "alice" not in answer.text
-    assert (await client.get("/admin/sessions", params={"id": "alice-secret"})).json()["worker"] == "w1"
+    gateway.router.sessions.keep("alice-secret", WorkerId("w1"), NOW - 4)
+    asked = (await client.get("/admin/sessions", params={"id": "alice-secret"})).json()
+    assert (asked["worker"], asked["age_s"]) == ("w1", 4)
     assert (await client.get("/admin/sessions", params={"id": "bob"})).json()["worker"] is None
+    assert [w["sessions"] for w in (await client.get("/admin/workers")).json()["workers"]] == [1, 0]
+
+
+async def test_a_session_is_moved_and_forgotten(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.router.sessions.keep("alice", WorkerId("w1"), NOW)
+    moved = await client.put("/admin/sessions", params={"id": "alice", "worker": "w2"})
+    assert moved.json() == {"worker": "w2"}
+    assert gateway.router.sessions.find("alice", NOW) == "w2"
+    assert (await client.get("/admin/sessions")).json()["by_worker"] == {"w2": 1}
+    unknown = await client.put("/admin/sessions", params={"id": "alice", "worker": "w9"})
+    assert (unknown.status_code, error_of(unknown)["param"]) == (404, "worker")
+    assert (await client.delete("/admin/sessions", params={"id": "alice"})).json() == {"worker": None}
+    assert gateway.router.sessions.find("alice", NOW) is None
+    again = await client.delete("/admin/sessions", params={"id": "alice"})
+    assert (again.status_code, error_of(again)["code"]) == (404, "session_not_found")
 
 
 async def test_config_is_passed_on(client: httpx.AsyncClient) -> None:
@@ -358,6 +382,27 @@ async def test_decisions_of_one_request_or_worker(client: httpx.AsyncClient, gat
     assert len(of_w1) == chosen.count("w1")
 
 
+async def test_decisions_by_what_became_of_them(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.store("w1", list(range(64)))
+    await decided(gateway, 3)  # the first still runs
+
+    async def ids(**params: Any) -> list[str]:
+        answer = await client.get("/admin/decisions", params=params)
+        return [item["request_id"] for item in answer.json()["decisions"]]
+
+    assert await ids(model="llama") == ["r2", "r1", "r0"]
+    assert await ids(model="poet") == []
+    assert await ids(since_s=9) == ["r2", "r1"]
+    assert await ids(status=200) == ["r2", "r1"]
+    assert await ids(status=500) == []
+    assert await ids(result="completed", since_s=8) == ["r2"]
+    assert await ids(missed="true") == []
+    assert await ids(missed="false") == ["r2", "r1"]
+    assert await ids(miss_cause="evicted") == []
+    wrong = await client.get("/admin/decisions", params={"miss_cause": "weather"})
+    assert (wrong.status_code, error_of(wrong)["param"]) == (422, "miss_cause")
+
+
 @pytest.mark.parametrize("limit", ["0", "257", "many"])
 async def test_a_wrong_limit_is_refused_in_openai_shape(limit: str, client: httpx.AsyncClient) -> None:
     answer = await client.get("/admin/decisions", params={"limit": limit})
@@ -408,6 +453,33 @@ async def test_an_operator_drains_and_resets(client: httpx.AsyncClient, gateway:
     for what in ("drain", "undrain", "reset"):
         answer = await client.post(f"/admin/workers/w9/{what}")
         assert (answer.status_code, error_of(answer)["code"]) == (404, "worker_not_found")
+
+
+async def test_the_last_changes_of_a_workers_state_are_told(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.fleet.drain(WorkerId("w2"), NOW - 3, on=True)
+    gateway.fleet.drain(WorkerId("w2"), NOW - 1, on=False)
+    gateway.fleet.workers[WorkerId("w2")].health.changes.clear()  # as the log does
+    changes = (await client.get("/admin/workers/w2")).json()["health"]["changes"]
+    assert [(one["before"], one["state"], one["age_s"]) for one in changes] == [
+        ("draining", "ready", 1),
+        ("ready", "draining", 3),
+    ]
+
+
+async def test_an_operator_has_a_worker_learned_anew(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    (worker,) = (await client.post("/admin/workers/w1/resync")).json()["workers"]
+    assert (worker["id"], gateway.resynced) == ("w1", ["w1"])
+    refused = await client.post("/admin/workers/w2/resync")  # one without a feed
+    assert (refused.status_code, error_of(refused)["code"]) == (409, "nothing_to_resync")
+    gateway.expected.add(WorkerId("w3"))
+    joining = await client.post("/admin/workers/w3/resync")
+    assert (joining.status_code, error_of(joining)["code"]) == (404, "worker_not_found")
+    assert "not joined" in error_of(joining)["message"]
+
+
+async def test_a_mistyped_worker_is_told_the_nearest_name(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    gateway.join(WorkerSpec(WorkerId("llama-a100-7"), "http://10.0.0.7:8000"))
+    assert "did you mean 'llama-a100-7'?" in error_of(await client.post("/admin/workers/lama-a100-7/drain"))["message"]
 
 
 async def test_draining_a_server_drains_its_ranks(client: httpx.AsyncClient, gateway: Gateway) -> None:
@@ -463,7 +535,8 @@ async def test_explain_with_no_worker_ready(client: httpx.AsyncClient, gateway: 
 async def test_a_worker_joins_and_leaves(client: httpx.AsyncClient, gateway: Gateway) -> None:
     answer = await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000/", "name": "w9", "api_key": "k"})
     assert answer.status_code == 201
-    assert (answer.json()["id"], answer.json()["url"]) == ("w9", "http://10.0.0.9:8000")
+    (worker,) = answer.json()["workers"]
+    assert (worker["id"], worker["url"]) == ("w9", "http://10.0.0.9:8000")
     assert gateway.added[0].api_key == "k"
     assert '"k"' not in answer.text
     assert (await client.delete("/admin/workers/w9")).status_code == 204
@@ -473,7 +546,7 @@ async def test_a_worker_joins_and_leaves(client: httpx.AsyncClient, gateway: Gat
 
 async def test_a_worker_without_a_name_gets_one(client: httpx.AsyncClient, gateway: Gateway) -> None:
     answer = await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000"})
-    assert answer.json()["id"] == gateway.added[0].name
+    assert answer.json()["workers"][0]["id"] == gateway.added[0].name
 
 
 @pytest.mark.parametrize(
@@ -503,7 +576,9 @@ async def test_the_name_of_a_worker_that_has_not_joined_yet_is_taken(
 ) -> None:
     """One of the configuration that is still loading its model must not be replaced by a newcomer without a name."""
     gateway.expected |= {WorkerId("w3")}
-    assert (await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000"})).json()["id"] == "w4"
+    assert (await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000"})).json()["workers"][0][
+        "id"
+    ] == "w4"
     answer = await client.post("/admin/workers", json={"url": "http://10.0.0.9:8000", "name": "w3"})
     assert (answer.status_code, error_of(answer)["code"]) == (409, "worker_exists")
     assert (await client.delete("/admin/workers/w3")).status_code == 204
@@ -522,9 +597,9 @@ async def test_a_web_page_cannot_add_a_worker_by_a_plain_form(client: httpx.Asyn
 
 async def test_the_token_guards_all_but_the_probes(gateway: Gateway) -> None:
     async with admin(gateway, token="s3cret") as client:
-        for path in ("/health", "/ready", "/openapi.json"):
+        for path in ("/health", "/ready", "/admin/openapi.json"):
             assert (await client.get(path)).status_code == 200
-        schema = (await client.get("/openapi.json")).json()
+        schema = (await client.get("/admin/openapi.json")).json()
         guarded = [
             (method, path)
             for path, methods in schema["paths"].items()
@@ -568,7 +643,7 @@ async def test_its_own_names_are_addresses_and_localhost(host: str, gateway: Gat
 
 async def test_no_answer_may_be_framed_kept_or_taken_for_something_else(gateway: Gateway) -> None:
     async with admin(gateway, token="s3cret", own_names=True) as client:
-        for path in ("/health", "/docs", "/openapi.json", "/metrics", "/admin/nothing"):
+        for path in ("/health", "/admin/openapi.json", "/metrics", "/admin/nothing"):
             headers = (await client.get(path)).headers
             assert headers["x-content-type-options"] == "nosniff"
             assert headers["x-frame-options"] == "DENY"
@@ -594,8 +669,52 @@ async def test_a_bug_is_an_error_in_shape_and_tells_nothing(client: httpx.AsyncC
 
 
 async def test_the_schema_describes_every_path(client: httpx.AsyncClient) -> None:
-    schema = (await client.get("/openapi.json")).json()
+    schema = (await client.get("/admin/openapi.json")).json()
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             assert operation.get("description"), (method, path)
-    assert (await client.get("/docs")).status_code == 200
+            assert operation["operationId"].isidentifier(), (method, path)
+    # FastAPI's documentation pages would load their viewer from the internet.
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert (await client.get(path)).status_code == 404
+
+
+def _described(schema: dict[str, Any], part: dict[str, Any]) -> Draft202012Validator:
+    """Checks values against a part of the schema; a field that the schema does not name is a mistake too."""
+    components = schema["components"]["schemas"]
+    strict = {
+        name: {"additionalProperties": False} | model if "properties" in model else model
+        for name, model in components.items()
+    }
+    return Draft202012Validator({"components": {"schemas": strict}} | part)
+
+
+async def test_every_answer_is_as_the_schema_says(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    await decided(gateway, 3)
+    gateway.fleet.drain(WorkerId("w2"), NOW, on=True)
+    gateway.router.sessions.keep("alice", WorkerId("w1"), NOW)
+    schema = (await client.get("/admin/openapi.json")).json()
+    bodies: dict[tuple[str, str], dict[str, Any]] = {
+        ("post", "/admin/workers"): {"json": {"url": "http://10.0.0.9:8000", "name": "w3"}},
+        ("delete", "/admin/workers/{worker_id}"): {},
+        ("post", "/admin/explain"): {"params": COMPLETIONS, "content": completion([1, 2, 3])},
+        ("put", "/admin/sessions"): {"params": {"id": "alice", "worker": "w2"}},
+        ("delete", "/admin/sessions"): {"params": {"id": "alice"}},
+    }
+    asked = [(method, path) for path, methods in schema["paths"].items() for method in methods]
+    for method, path in sorted(asked, key=lambda one: one[0] == "delete"):
+        target = path.replace("{worker_id}", "w3" if method == "delete" else "w1")
+        answer = await client.request(method.upper(), target, **bodies.get((method, path), {}))
+        described = schema["paths"][path][method]["responses"]
+        assert str(answer.status_code) in described, (method, path, answer.text)
+        content = described[str(answer.status_code)].get("content", {})
+        if "application/json" in content:
+            _described(schema, content["application/json"]["schema"]).validate(answer.json())
+    refused = await client.get("/admin/workers/w9")
+    _described(schema, {"$ref": "#/components/schemas/ErrorAnswer"}).validate(refused.json())
+
+
+@pytest.mark.parametrize("value", [{"sessions": "1"}, {"sessions": 1, "by_worker": {}, "more": 1}, {"sessions": 1}])
+async def test_an_answer_that_is_not_as_the_schema_says_is_found(value: Any, client: httpx.AsyncClient) -> None:
+    schema = (await client.get("/admin/openapi.json")).json()
+    assert not _described(schema, {"$ref": "#/components/schemas/SessionsAnswer"}).is_valid(value)

@@ -71,7 +71,7 @@ def test_no_secret_comes_out_again(tmp_path: Path) -> None:
         admin.post("/admin/workers", json={"url": 5, "api_key": ADDED}, headers=token)
         admin.post("/admin/workers", json={"url": "http://127.0.0.1:9", "api_keys": ADDED}, headers=token)
         for headers in (token, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}):
-            for path in admin.get("/openapi.json").json()["paths"]:
+            for path in admin.get("/admin/openapi.json").json()["paths"]:
                 answer = admin.get(path.replace("{worker_id}", "w1"), headers=headers)
                 said.append(answer.text + str(answer.headers))
             said.append(admin.post("/admin/explain", content=json.dumps(BODY), headers=headers).text)

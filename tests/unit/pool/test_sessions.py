@@ -33,3 +33,25 @@ def test_expiry_takes_what_is_past_its_time_only() -> None:
         sessions.keep(f"s{number}", A, float(number))
     assert sessions.expire(12.5) == 3
     assert len(sessions) == 2
+
+
+def test_counts_follow_every_change() -> None:
+    sessions = Sessions(max_sessions=3, ttl_s=10)
+    for number in range(5):
+        sessions.keep(f"s{number}", A, 1.0)
+    sessions.keep("s4", B, 2.0)
+    sessions.keep("s4", B, 3.0)
+    assert sessions.by_worker() == {A: 2, B: 1}
+    assert sessions.forget("s3")
+    assert not sessions.forget("s3")
+    assert sessions.by_worker() == {A: 1, B: 1}
+    assert sessions.expire(12.0) == 1
+    assert sessions.by_worker() == {B: 1}
+
+
+def test_a_record_tells_its_age() -> None:
+    sessions = Sessions(ttl_s=10)
+    sessions.keep("s", A, 1.0)
+    assert sessions.record("s", 4.0) == (A, 3.0)
+    assert sessions.record("s", 12.0) is None
+    assert sessions.record("other", 4.0) is None

@@ -1,0 +1,79 @@
+"""Errors of the admin port: those of its own, their shape, and the one place where errors become answers."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from gateway.admin.answer import Answer
+from gateway.admin.guard import Unauthorized
+from gateway.errors import GatewayError
+
+
+class IsRank(GatewayError):
+    """A data-parallel rank cannot leave alone."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "worker_is_rank"
+
+
+class NothingToLearn(GatewayError):
+    """There is nothing that could tell what the worker holds."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "nothing_to_resync"
+
+
+class ErrorBody(Answer):
+    """OpenAI's error object."""
+
+    message: str
+    """What is wrong, and the fix where there is one."""
+    type: str
+    code: str
+    """A fixed word, see docs/reference/errors.md."""
+    param: str | None = None
+    """The parameter or field at fault."""
+
+
+class ErrorAnswer(Answer):
+    """Every error of the admin port."""
+
+    error: ErrorBody
+
+
+def map_errors(app: FastAPI) -> None:
+    """The one place where errors become answers."""
+
+    @app.exception_handler(GatewayError)
+    async def gateway_error(_: Request, error: GatewayError) -> JSONResponse:
+        answer = _error(error.status, error.message, error.type, error.code, error.param)
+        if error.status == Unauthorized.status:
+            answer.headers["www-authenticate"] = "Bearer"
+        return answer
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:]) or None
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        return _error(422, message, "invalid_request_error", "invalid_value", where)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
+        return _error(error.status_code, str(error.detail), "invalid_request_error", code)
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, error: Exception) -> JSONResponse:
+        # Starlette raises the error again after this answer, so the server logs it with its traceback.
+        return _error(500, f"internal error: {type(error).__name__}", "server_error", "internal_error")
+
+
+def _error(status: int, message: str, type_: str, code: str, param: str | None = None) -> JSONResponse:
+    error = {"message": message, "type": type_, "code": code, "param": param}
+    return JSONResponse({"error": error}, status_code=status)
