@@ -19,10 +19,10 @@ class AdminViews:
 
     `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises WorkerTaken,
     ProbeFailed), `remove_worker` returns once no new request can go there. `resync` learns a worker's part of the
-    index anew and returns how many of its feeds do so. `members` are the names in use, also of workers that have not joined yet.
-    `config` is the configuration with secrets masked. `affinity_header` (lower case) and `affinity_field` are where a
-    session id is read. `own_names`: the port may be asked by address or as localhost only; `tenant_salt`: tenants have
-    cache salts.
+    index anew and returns how many of its feeds do so. `members` are the names in use, also of workers that have not
+    joined yet. `config` is the configuration with secrets masked. `affinity_header` (lower case) and `affinity_field`
+    are where a session id is read. `own_names`: the port may be asked by address or as localhost only; `tenant_salt`:
+    tenants have cache salts.
     """
 
     router: Router
