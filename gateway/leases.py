@@ -60,14 +60,14 @@ class Booking:
 class Ledger:
     """Open bookings: counts them on workers and in the index, and takes both back."""
 
-    __slots__ = ("_fading", "_fleet", "_index", "_ttl_s", "open")
+    __slots__ = ("_fading", "_fleet", "_index", "open", "ttl_s")
 
     def __init__(self, fleet: Fleet, index: KvIndex, ttl_s: float) -> None:
         self._fleet = fleet
         self._index = index
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._fading: deque[tuple[float, Speculation]] = deque()
-        """Promises of prefilled requests, soonest end first (every one lives equally long)."""
+        """Promises of prefilled requests, soonest end first (every one lives equally long, until `ttl_s` changes)."""
         self.open = 0
 
     def book(
@@ -89,9 +89,9 @@ class Ledger:
             if booking.remembered is not None:
                 self._retract(booking)
                 return credited
-            self._fading.append((now + self._ttl_s, booking.speculation))
+            self._fading.append((now + self.ttl_s, booking.speculation))
             if booking.beside is not None:
-                self._fading.append((now + self._ttl_s, booking.beside))
+                self._fading.append((now + self.ttl_s, booking.beside))
             booking.speculation = booking.beside = None
         return credited
 

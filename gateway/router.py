@@ -179,6 +179,13 @@ class Router:
         """The decision `route` would make, without making it. Raises what `route` raises."""
         return self._choose(request, blocks, now, frozenset()).decision
 
+    def apply(self, policy: Policy, settings: RouterSettings) -> None:
+        """From the next decision on. The length of `recent` is that of the start."""
+        self.policy = policy
+        self.settings = settings
+        self._ledger.ttl_s = settings.speculative_ttl_s
+        self.sessions.apply(max_sessions=settings.max_sessions, ttl_s=settings.session_ttl_s)
+
     # ---------------------------------------------------------------- deciding
 
     def route(

@@ -1,13 +1,13 @@
 """The client port: uvicorn's connections, with the inference paths spliced to the workers.
 
-Face: `Edge` with its `EdgeLimits` and `PhaseTimeouts`, `Keys` and the `Access` each gives, `client_protocol` for
-`uvicorn.Config(http=...)`, `client_app` for everything that is not inference, `Cors`,
+Face: `Edge` with its `EdgeSettings` (`EdgeLimits` and `PhaseTimeouts` among them), `Keys` and the `Access` each gives,
+`client_protocol` for `uvicorn.Config(http=...)`, `client_app` for everything that is not inference, `Cors`,
 `request_id_maker`.
 """
 
 from gateway.edge.app import client_app
 from gateway.edge.auth import Access, Keys
-from gateway.edge.gate import Edge, EdgeLimits, PhaseTimeouts, request_id_maker
+from gateway.edge.gate import Edge, EdgeLimits, EdgeSettings, PhaseTimeouts, request_id_maker
 from gateway.edge.protocol import client_protocol
 from gateway.edge.responses import Cors
 
@@ -16,6 +16,7 @@ __all__ = [
     "Cors",
     "Edge",
     "EdgeLimits",
+    "EdgeSettings",
     "Keys",
     "PhaseTimeouts",
     "client_app",

@@ -13,8 +13,9 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.edge.auth import Keys
+from gateway.edge.gate import EdgeSettings
 from gateway.edge.responses import EXPOSED_HEADERS, Cors, MethodNotAllowed, error_headers, error_object
 from gateway.errors import GatewayError, NotFound, UnknownModel
 from gateway.pool import Fleet, ServedModel
@@ -27,25 +28,17 @@ def client_app(
     fleet: Fleet,
     *,
     ready: Callable[[], bool],
+    settings: Callable[[], EdgeSettings],
     started_unix: int = 0,
-    keys: Keys | None = None,
-    cors: Cors | None = None,
 ) -> FastAPI:
-    """`ready` says whether traffic may come; `started_unix` is the `created` time of the models shown. With `keys`
-    models are shown to whom they are allowed; health and readiness are everybody's. With
-    `cors` the browsers of web pages are told what they may send, also to the inference paths."""
+    """`ready` says whether traffic may come; `started_unix` is the `created` time of the models shown. Of the
+    `settings` in force: with `keys` models are shown to whom they are allowed; health and readiness are everybody's.
+    With `cors` the browsers of web pages are told what they may send, also to the inference paths."""
     app = FastAPI(title="kvgate", docs_url=None, redoc_url=None, openapi_url=None)
-    if cors is not None:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=cors.origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=EXPOSED_HEADERS,
-            max_age=600,
-        )
+    app.add_middleware(_Pages, settings=settings)
 
     def allowed(request: Request) -> list[ServedModel]:
+        keys = settings().keys
         if keys is None:
             return fleet.models()
         tenant = keys.find(dict(request.headers.raw), None)
@@ -93,6 +86,33 @@ def client_app(
         return JSONResponse(error_object(shown), status_code=shown.status, headers=headers)
 
     return app
+
+
+class _Pages:
+    """Starlette's CORS around the application, as long as web pages may come at all; the origins may change."""
+
+    def __init__(self, app: ASGIApp, *, settings: Callable[[], EdgeSettings]) -> None:
+        self._app = app
+        self._settings = settings
+        self._cors: Cors | None = None
+        self._around = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        cors = self._settings().cors
+        if cors is not self._cors:
+            self._cors, self._around = cors, self._app if cors is None else self._with(cors)
+        await self._around(scope, receive, send)
+
+    def _with(self, cors: Cors) -> ASGIApp:
+        return CORSMiddleware(
+            self._app,
+            allow_origins=cors.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+            max_age=600,
+        )
 
 
 def _model(model: ServedModel, created: int) -> dict[str, object]:

@@ -33,7 +33,7 @@ from gateway.upstream.http import UpstreamStream
 
 if TYPE_CHECKING:
     # The edge holds the open exchanges, which hold their attempts.
-    from gateway.edge.gate import Edge
+    from gateway.edge.gate import Edge, EdgeLimits
 
 _TRIED_ELSEWHERE = frozenset((429, 500, 502, 503, 504))
 """Answers that speak of the worker's state, not of the request."""
@@ -42,9 +42,9 @@ _TRIED_ELSEWHERE = frozenset((429, 500, 502, 503, 504))
 class Attempts:
     """Of one request. `lease` and `stream` are those of the last attempt, while it lasts."""
 
-    __slots__ = ("_edge", "_tried", "connected_at", "lease", "reserved_at", "retries", "stream")
+    __slots__ = ("_edge", "_limits", "_tried", "connected_at", "lease", "reserved_at", "retries", "stream")
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, limits: EdgeLimits) -> None:
         self.lease: Lease | None = None
         self.stream: UpstreamStream | None = None
         self.retries = 0
@@ -52,6 +52,7 @@ class Attempts:
         self.connected_at: float | None = None
         """When a worker was chosen and when a connection to it was at hand."""
         self._edge = edge
+        self._limits = limits
         self._tried: frozenset[WorkerId] = frozenset()
 
     async def first_answer(
@@ -117,7 +118,7 @@ class Attempts:
         edge, failed, now = self._edge, self.lease, ending.ended_at
         assert failed is not None
         self._tried |= edge.router.fleet.behind(failed.worker)
-        if self.retries >= edge.limits.max_retries:
+        if self.retries >= self._limits.max_retries:
             return None
         # One without room has done nothing for the request: asking the next adds no work to an overload.
         costly = ending.error_code != WORKER_BUSY

@@ -91,6 +91,7 @@ class Exchange:
         "_relay",
         "_request_id",
         "_session",
+        "_settings",
         "_started_at",
         "_streamed",
         "_target",
@@ -127,6 +128,7 @@ class Exchange:
         self.declared_bytes = int(fields.get(b"content-length", b"0"))
         self._asked_s = fields.get(TIMEOUT_HEADER)
         self._edge = edge
+        settings = self._settings = edge.settings
         self._client = client
         self._loop = loop
         self._endpoint = endpoint
@@ -143,21 +145,21 @@ class Exchange:
         self._model = ""
         self._streamed = False
         self._usage_hidden = False
-        self._work = Attempts(edge)
+        self._work = Attempts(edge, settings.limits)
         self._relay: Relay | None = None
         self._untold: Untold | None = None
-        self._cors = edge.cors.lines(fields.get(b"origin")) if edge.cors is not None else b""
+        self._cors = settings.cors.lines(fields.get(b"origin")) if settings.cors is not None else b""
         self._visit: Visit | None = None
         self.refusal: InvalidKey | None = None
         """Why the body need not be read."""
-        if edge.keys is not None:
+        if settings.keys is not None:
             try:
-                self._visit = Visit(edge.keys.find(fields, endpoint))
+                self._visit = Visit(settings.keys.find(fields, endpoint))
             except InvalidKey as error:
                 self.refusal = error
         request_id = fields.get(b"x-request-id", b"")
         self._request_id = request_id if 0 < len(request_id) <= _MAX_ID_BYTES else edge.request_ids().encode()
-        session = fields.get(edge.session_header, b"")
+        session = fields.get(settings.session_header, b"")
         self._session = session.decode("latin-1") if 0 < len(session) <= _MAX_ID_BYTES else None
         edge.exchanges.add(self)
 
@@ -191,7 +193,7 @@ class Exchange:
             raise self._body_error
         if not edge.accepting:
             raise ShuttingDown("the gateway is shutting down; try another one", retry_after_s=1)
-        if len(edge.exchanges) > edge.limits.max_exchanges:
+        if len(edge.exchanges) > self._settings.limits.max_exchanges:
             raise Overloaded("the gateway carries as many requests as it may", retry_after_s=1)
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -205,12 +207,12 @@ class Exchange:
             body,
             request_id=request_id,
             session=self._session,
-            affinity_field=edge.session_field,
+            affinity_field=self._settings.session_field,
             tenant=self._tenant,
-            salted=edge.tenant_salt,
+            salted=self._settings.tenant_salt,
             labels=self._visit.tenant.access.labels if self._visit is not None else None,
         )
-        if len(body) <= edge.limits.inline_parse_bytes:
+        if len(body) <= self._settings.limits.inline_parse_bytes:
             request = parse()
         else:
             request = await self._loop.run_in_executor(edge.executor, parse)
@@ -248,17 +250,17 @@ class Exchange:
 
     async def _first_answer(self, request: InferenceRequest, blocks: PrefixBlocks, body: bytes) -> AnswerHead:
         """The head of the answer that the client will get; as many workers are tried as that takes."""
-        edge = self._edge
-        timeouts = edge.timeouts.of(self._endpoint, request.model)
+        settings = self._settings
+        timeouts = settings.timeouts.of(self._endpoint, request.model)
         total_s = timeouts.total_s
         if self._asked_s is not None:
             total_s = min(total_s, asked_seconds(self._asked_s))
         head = request_head(
-            self._target, self._headers, request_id=self._request_id, credentials_end_here=edge.keys is not None
+            self._target, self._headers, request_id=self._request_id, credentials_end_here=settings.keys is not None
         )
-        if edge.tenant_salt:
+        if settings.tenant_salt:
             body = ask_for_salt(body, request)
-        if edge.ask_usage:
+        if settings.ask_usage:
             asking = ask_for_usage(body, request)
             self._usage_hidden = asking is not body
             body = asking
@@ -283,7 +285,7 @@ class Exchange:
             self._client.write,
             answer,
             endpoint=self._endpoint,
-            receipts=self._receipts() if self._edge.receipts else b"",
+            receipts=self._receipts() if self._settings.receipts else b"",
             cors=self._cors,
             hide_usage=self._usage_hidden,
             http_1_0=self._http_1_0,
@@ -434,7 +436,7 @@ class Exchange:
     def _write_error(self, error: GatewayError) -> None:
         if not self._edge.accepting:
             self.keep_alive = False
-        receipts = self._receipts() if self._edge.receipts else b"x-request-id: %b\r\n" % self._request_id
+        receipts = self._receipts() if self._settings.receipts else b"x-request-id: %b\r\n" % self._request_id
         self._client.write(
             error_response(error, endpoint=self._endpoint, receipts=receipts + self._cors, keep_alive=self.keep_alive)
         )

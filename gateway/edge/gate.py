@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gateway.edge.auth import Keys
@@ -53,11 +53,12 @@ class PhaseTimeouts:
 
     def __init__(
         self,
-        base: Timeouts,
+        base: Timeouts | None = None,
         *,
         paths: Mapping[Endpoint, Mapping[str, float]] | None = None,
         models: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
+        base = base or Timeouts()
         self._base = base
         self._paths = {path: replace(base, **changes) for path, changes in (paths or {}).items()}
         self._models = {
@@ -82,6 +83,8 @@ class EdgeLimits:
     """From the end of the head to the end of the body."""
     linger_s: float = 2.0
     """How long a refused upload is read on after the answer, so that the client can see why."""
+    idle_timeout_s: float = 75.0
+    """How long a connection may wait for its next request."""
     max_header_bytes: int = 65_536
     max_body_bytes: int = 67_108_864
     max_buffered_bytes: int = 1_073_741_824
@@ -94,6 +97,26 @@ class EdgeLimits:
     max_exchanges: int = 20_000
     max_retries: int = 2
     """Further workers tried for one request before the first byte of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeSettings:
+    """What an operator says of the client port; each request lives under those in force when its head was read.
+
+    With `keys` every request needs one of them; `tenant_salt` gives each tenant's prompts a cache salt; `cors` lets
+    web pages in; `receipts` are the `x-kvgate-*` headers. A session id is read from `session_header` (lower case), else
+    from the body's `session_field`.
+    """
+
+    limits: EdgeLimits = EdgeLimits()
+    timeouts: PhaseTimeouts = field(default_factory=PhaseTimeouts)
+    keys: Keys | None = None
+    tenant_salt: bool = False
+    cors: Cors | None = None
+    receipts: bool = True
+    ask_usage: bool = True
+    session_header: bytes = b"x-session-id"
+    session_field: str | None = None
 
 
 class Edge:
@@ -111,22 +134,13 @@ class Edge:
         request_ids: Callable[[], str],
         on_retry: Callable[[Outcome], None] | None = None,
         ask_tokens: Callable[[Untold, WorkerSpec], None] | None = None,
-        limits: EdgeLimits | None = None,
-        timeouts: PhaseTimeouts | None = None,
-        keys: Keys | None = None,
-        tenant_salt: bool = False,
-        cors: Cors | None = None,
-        receipts: bool = True,
-        ask_usage: bool = True,
-        session_header: str = "x-session-id",
-        session_field: str | None = None,
+        settings: EdgeSettings | None = None,
         tick_s: float = 0.25,
     ) -> None:
         """`hashers` gives the hasher of a base model. `on_outcome` gets one record for every request, `on_retry` one
         for every attempt that was followed by another, `ask_tokens` each prompt whose tokens an engine is to tell, with
         the worker that has begun to answer it. `request_ids` makes an id for a client that sent none.
-        With `keys` every request needs one of them; `tenant_salt` gives each tenant's prompts a cache salt; `cors` lets
-        web pages in. `tick_s` is the precision of the client's timeouts."""
+        `tick_s` is the precision of the client's timeouts."""
         self.router = router
         self.hashers = hashers
         self.upstream = upstream
@@ -136,15 +150,7 @@ class Edge:
         self.on_retry = on_retry
         self.ask_tokens = ask_tokens
         self.request_ids = request_ids
-        self.limits = limits or EdgeLimits()
-        self.timeouts = timeouts or PhaseTimeouts(upstream.timeouts)
-        self.keys = keys
-        self.tenant_salt = tenant_salt
-        self.cors = cors
-        self.receipts = receipts
-        self.ask_usage = ask_usage
-        self.session_header = session_header.lower().encode()
-        self.session_field = session_field
+        self.settings = settings or EdgeSettings(timeouts=PhaseTimeouts(upstream.timeouts))
         self.deadlines = Deadlines(clock, tick_s=tick_s)
         self.exchanges: set[Exchange] = set()
         self.connections = 0
@@ -159,6 +165,10 @@ class Edge:
     def open_exchanges(self) -> int:
         """Requests whose head has been read and whose answer is not finished."""
         return len(self.exchanges)
+
+    def apply(self, settings: EdgeSettings) -> None:
+        """From the next request on; those that have begun keep what they began with."""
+        self.settings = settings
 
     def cut(self) -> None:
         """The drain limit has passed: end every open request now."""

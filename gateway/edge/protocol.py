@@ -70,7 +70,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.deadline = NEVER
         self.write_paused = False
         self._edge = edge
-        self._limits = edge.limits
+        self._limits = edge.settings.limits
         self._phase = _Phase.IDLE
         self._mid_message = False
         self._head_bytes = 0
@@ -196,7 +196,7 @@ class ClientProtocol(HttpToolsProtocol):
             case _Phase.BODY:
                 self.deadline = self._edge.clock() + self._limits.body_timeout_s
             case _Phase.IDLE:
-                self.deadline = self._edge.clock() + self.timeout_keep_alive
+                self.deadline = self._edge.clock() + self._limits.idle_timeout_s
             case _Phase.CLOSING:
                 self.deadline = self._edge.clock() + self._limits.linger_s
 
@@ -230,6 +230,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.expect_100_continue = False
         self._mid_message = True
         self._head_bytes = 0
+        self._limits = self._edge.settings.limits
         if self._phase is not _Phase.CLOSING:
             self._phase = _Phase.HEAD
 

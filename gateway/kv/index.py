@@ -31,7 +31,7 @@ from gateway.kv.overlap import Overlaps, run_of
 from gateway.kv.preview import Preview
 from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
-from gateway.kv.truncation import Truncation
+from gateway.kv.truncation import Truncation, blocks_within
 from gateway.records import BlockKey, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
 
 DEFAULT_ORPHAN_LIMIT: Final = 16_384
@@ -122,6 +122,15 @@ class KvIndex:
         self._orphan_limit = orphan_limit
         self._orphans_dropped = 0
         self._epochs = 0
+
+    def apply_limits(self, *, max_bytes: int, approximate: ApproximateSettings, offload_ttl_s: float) -> None:
+        """Other limits than those it was made with, where it has such limits; a smaller cap is reached with the events
+        to come, a life time holds for what is announced from now on."""
+        if self._truncation is not None:
+            self._truncation.limit = blocks_within(max_bytes)
+        if self._approximate is not None:
+            self._approximate.settings = approximate
+        self._placement.lifetime_s = offload_ttl_s
 
     # ------------------------------------------------------------------ workers
 

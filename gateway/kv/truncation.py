@@ -39,13 +39,18 @@ _WATCH_FROM: Final = 0.75
 """Share of the cap from which on it is remembered what requests ask for."""
 
 
+def blocks_within(max_bytes: int) -> int:
+    """The cap in blocks; at least one."""
+    return max(1, max_bytes // BYTES_A_BLOCK)
+
+
 class Truncation:
     """Keeps `total` blocks under `limit`. The index counts `total` and tells which prefixes are asked for."""
 
     __slots__ = ("_asked", "_asked_before", "_placement", "_slices", "limit", "truncated")
 
     def __init__(self, placement: Placement, max_bytes: int) -> None:
-        self.limit = max(1, max_bytes // BYTES_A_BLOCK)
+        self.limit = blocks_within(max_bytes)
         self.truncated = 0
         self._placement = placement
         self._asked: set[BlockKey] = set()

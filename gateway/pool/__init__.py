@@ -1,7 +1,7 @@
 """Workers and pools: who may serve a request, what each has in flight, how fast each is."""
 
 from gateway.pool.eligible import Excluded, admits, eligible
-from gateway.pool.fleet import ANY_MODEL, MAX_WORKERS, Fleet, Pool, ServedModel
+from gateway.pool.fleet import ANY_MODEL, MAX_WORKERS, Fleet, FleetSettings, Pool, ServedModel
 from gateway.pool.health import Breaker, HealthSettings, RetryBudget, WorkerState
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
 from gateway.pool.sessions import Sessions
@@ -15,6 +15,7 @@ __all__ = [
     "Breaker",
     "Excluded",
     "Fleet",
+    "FleetSettings",
     "HealthSettings",
     "InterTokenRates",
     "Pool",

@@ -20,6 +20,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -174,33 +175,31 @@ def _unfit(worker: Worker) -> str | None:
     return _FULL if worker.health.full else None
 
 
-class Fleet:
-    """Every worker by name and every pool by served model name.
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """`block_sizes` gives configured block sizes by base model name; a load sample older than `stale_s` is forgotten.
+    `miss_threshold` is the route-miss rate above which a worker's refresh is tightened. `health` says when a worker is
+    ejected, `retry_ratio` how many retries a pool may make, `sharding` when a pool is split."""
 
-    `block_sizes` gives configured block sizes by base model name; `priors` are the speeds assumed before any is seen;
-    a load sample older than `stale_s` is forgotten. `miss_threshold` is the route-miss rate above which a worker's
-    refresh is tightened. `health` says when a worker is ejected, `retry_ratio` how many retries a pool may make,
-    `sharding` when a pool is split.
-    """
+    block_sizes: Mapping[str, int] = field(default_factory=dict)
+    stale_s: float = STALE_S
+    miss_threshold: float = MISS_THRESHOLD
+    health: HealthSettings = field(default_factory=HealthSettings)
+    retry_ratio: float = 0.2
+    sharding: ShardSettings = field(default_factory=ShardSettings)
+
+
+class Fleet:
+    """Every worker by name and every pool by served model name. `priors` are the speeds assumed before any is seen."""
 
     def __init__(
         self,
+        settings: FleetSettings | None = None,
         *,
-        block_sizes: Mapping[str, int] | None = None,
         priors: tuple[PrefillRates, InterTokenRates] | None = None,
-        stale_s: float = STALE_S,
-        miss_threshold: float = MISS_THRESHOLD,
-        health: HealthSettings | None = None,
-        retry_ratio: float = 0.2,
-        sharding: ShardSettings | None = None,
     ) -> None:
-        self._sharding = sharding or ShardSettings()
-        self._health = health or HealthSettings()
-        self._retry_ratio = retry_ratio
-        self._stale_s = stale_s
-        self._miss_threshold = miss_threshold
+        self._settings = settings or FleetSettings()
         self._priors = priors or (PREFILL_PRIOR, INTER_TOKEN_PRIOR)
-        self._block_sizes = dict(block_sizes or {})
         self._workers: dict[WorkerId, Worker] = {}
         self._leaving: dict[Slot, Worker] = {}
         self._pools: dict[str, Pool] = {}
@@ -229,10 +228,17 @@ class Fleet:
         else:
             rates = self._rates_of(_base_model(spec, facts))
             worker = Worker(
-                spec.name, self._take_slot(), spec, facts, rates, block_size, added_at=now, stale_s=self._stale_s
+                spec.name,
+                self._take_slot(),
+                spec,
+                facts,
+                rates,
+                block_size,
+                added_at=now,
+                stale_s=self._settings.stale_s,
             )
-            worker.belief = Trust(threshold=self._miss_threshold)
-        worker.health = Health(self._health, now)
+            worker.belief = Trust(threshold=self._settings.miss_threshold)
+        worker.health = Health(self._settings.health, now)
         self._workers[worker.id] = worker
         self._refit_pools()
         return worker
@@ -265,6 +271,18 @@ class Fleet:
         worker.refit(facts, worker.spec.block_size or facts.block_size or DEFAULT_BLOCK_SIZE)
         self._refit_pools()
         worker.tick(now)
+
+    def apply(self, settings: FleetSettings) -> None:
+        """From now on these, for every worker; what is known of them stays."""
+        self._settings = settings
+        for worker in (*self._workers.values(), *self._leaving.values()):
+            worker.stale_s = settings.stale_s
+            worker.belief.threshold = settings.miss_threshold
+            worker.health.settings = settings.health
+        for pool in self._pools.values():
+            pool.retries.ratio = settings.retry_ratio
+            pool.sharding = settings.sharding
+        self._refit_pools()
 
     def load(self, worker_id: WorkerId, sample: LoadSample, now: float) -> None:
         """A poll of a worker's load; unknown names are ignored."""
@@ -373,7 +391,7 @@ class Fleet:
         finally:
             if (health.state, health.full) != before:
                 for pool in self._pools_of.get(worker.id, ()):
-                    pool.renew(self._health.panic_ratio)
+                    pool.renew(self._settings.health.panic_ratio)
 
     # ---------------------------------------------------------------- reservations
 
@@ -451,14 +469,15 @@ class Fleet:
                     model=base,
                     adapter=adapter,
                     rates=rates,
-                    retry_ratio=self._retry_ratio,
-                    sharding=self._sharding,
+                    retry_ratio=self._settings.retry_ratio,
+                    sharding=self._settings.sharding,
                 )
                 self._pools[name] = pool
             names = [*(n for n, b in bases.items() if b == base), ANY_MODEL]
-            configured = [self._block_sizes[n] for n in names if n in self._block_sizes]
+            sizes_given = self._settings.block_sizes
+            configured = [sizes_given[n] for n in names if n in sizes_given]
             size = configured[0] if configured else sizes[base]
-            pool.refit(tuple(workers), size, panic_ratio=self._health.panic_ratio)
+            pool.refit(tuple(workers), size, panic_ratio=self._settings.health.panic_ratio)
             for worker in workers:
                 self._pools_of.setdefault(worker.id, []).append(pool)
         for name in [name for name in self._pools if name not in kept]:

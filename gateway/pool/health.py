@@ -122,7 +122,6 @@ class Health:
         "_period_at",
         "_probes_failed",
         "_recovered_at",
-        "_settings",
         "_slow",
         "_streak",
         "_suspicious",
@@ -133,6 +132,7 @@ class Health:
         "limit",
         "past",
         "reason",
+        "settings",
         "since",
         "state",
         "trials",
@@ -140,7 +140,7 @@ class Health:
     )
 
     def __init__(self, settings: HealthSettings | None = None, now: float = 0.0) -> None:
-        self._settings = settings or HealthSettings()
+        self.settings = settings or HealthSettings()
         self.state = WorkerState.READY
         self.since = now
         self.reason: str | None = None
@@ -201,7 +201,7 @@ class Health:
             self._credit = 0
         self._failed_at, self._failed_why = now, why
         self._credit += 1 + credited
-        if self.breaker is Breaker.HALF_OPEN or self._slow or self._credit >= self._settings.failures:
+        if self.breaker is Breaker.HALF_OPEN or self._slow or self._credit >= self.settings.failures:
             self._open(now, why)
         self._settle(now)
 
@@ -237,7 +237,7 @@ class Health:
     def probed(self, now: float, *, passed: bool) -> None:
         """The regular probe, which asks for facts and not for tokens."""
         self._probes_failed = 0 if passed else self._probes_failed + 1
-        if self._probes_failed >= self._settings.failures and self.breaker is Breaker.CLOSED:
+        if self._probes_failed >= self.settings.failures and self.breaker is Breaker.CLOSED:
             self._probes_failed = 0
             self._open(now, "probe_failed")
         self._settle(now)
@@ -289,7 +289,7 @@ class Health:
             self.breaker = Breaker.HALF_OPEN
         elif self._slow:
             unproven = self.trials and not self._answered
-            if now - self._recovered_at >= self._settings.slow_start_s and not unproven:
+            if now - self._recovered_at >= self.settings.slow_start_s and not unproven:
                 self._slow, self.limit, self.trials = False, None, 0
             else:
                 self._ramp(now)
@@ -300,9 +300,9 @@ class Health:
     # ---------------------------------------------------------------- inside
 
     def _open(self, now: float, why: str) -> None:
-        if self.breaker is Breaker.CLOSED and now - self._recovered_at > _CALM * self._settings.open_s:
+        if self.breaker is Breaker.CLOSED and now - self._recovered_at > _CALM * self.settings.open_s:
             self._streak = 0
-        self._until = now + self._settings.open_s * 2 ** min(self._streak, LONGEST_DOUBLINGS)
+        self._until = now + self.settings.open_s * 2 ** min(self._streak, LONGEST_DOUBLINGS)
         self._streak += 1
         self.breaker, self._period_at, self._failed_why = Breaker.OPEN, now, why
         self._slow, self.limit, self.trials = False, None, 0
@@ -315,13 +315,13 @@ class Health:
 
     def _ramp(self, now: float) -> None:
         if self._answered:
-            share = (now - self._recovered_at) / self._settings.slow_start_s
+            share = (now - self._recovered_at) / self.settings.slow_start_s
             self.limit = 2 ** max(1, min(_RAMP, int(share * _RAMP)))
 
     def _settle(self, now: float) -> None:
         """State and reason follow from the parts."""
         # Suspicion begins at half of what ejects and ends when all is made good, so that it does not flicker.
-        if self._credit * 2 > self._settings.failures or self._probes_failed > 1:
+        if self._credit * 2 > self.settings.failures or self._probes_failed > 1:
             self._suspicious = True
         elif not self._credit and not self._probes_failed:
             self._suspicious = False
@@ -362,10 +362,10 @@ class RetryBudget:
     moving on to the next one is not charged.
     """
 
-    __slots__ = ("_ratio", "_requests", "_retries", "_second", "_sent", "refused", "retried")
+    __slots__ = ("_requests", "_retries", "_second", "_sent", "ratio", "refused", "retried")
 
     def __init__(self, ratio: float = 0.2) -> None:
-        self._ratio = ratio
+        self.ratio = ratio
         self._second = 0
         self._sent = [0] * BUDGET_WINDOW_S
         self._retries = [0] * BUDGET_WINDOW_S
@@ -386,7 +386,7 @@ class RetryBudget:
         """Whether one more retry may be made; a refusal is counted."""
         if int(now) != self._second:
             self._advance(int(now))
-        if self.retried + 1 <= BUDGET_FLOOR + self._ratio * self._requests:
+        if self.retried + 1 <= BUDGET_FLOOR + self.ratio * self._requests:
             return True
         self.refused += 1
         return False

@@ -26,6 +26,11 @@ class Sessions:
         self._counts: dict[WorkerId, int] = {}
         """Records of each worker, so that nobody has to walk a million of them."""
 
+    def apply(self, *, max_sessions: int, ttl_s: float) -> None:
+        """From now on these limits; a smaller number is reached as sessions expire or are kept."""
+        self._max = max_sessions
+        self._ttl_s = ttl_s
+
     def __len__(self) -> int:
         return len(self._records)
 
@@ -43,7 +48,7 @@ class Sessions:
         records[session] = (worker, now)
         if before is None:
             self._counts[worker] = self._counts.get(worker, 0) + 1
-            if len(records) > self._max:
+            for _ in range(min(2, len(records) - self._max)):  # two: a limit that was lowered is reached in time
                 self._drop(records.popitem(last=False)[1][0])
             return
         records.move_to_end(session)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from random import Random
 from typing import Any
@@ -31,13 +31,13 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from gateway.admin import AdminViews, Readiness, admin_app
 from gateway.discovery import Enrolment, Roster
-from gateway.edge import Cors, Edge, EdgeLimits, PhaseTimeouts, client_app, client_protocol, request_id_maker
+from gateway.edge import Edge, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
-from gateway.kv import LEARNED_BYTES, ApproximateSettings, KvIndex
-from gateway.policy import Prices, Weights, make_policy
-from gateway.pool import STALE_S, Fleet, HealthSettings, ShardSettings
+from gateway.kv import KvIndex
+from gateway.pool import Fleet
 from gateway.records import Outcome, WorkerId
-from gateway.router import Router, RouterSettings
+from gateway.router import Router
+from gateway.runtime import parts
 from gateway.runtime.access import KeysInForce
 from gateway.runtime.health import HealthWatch
 from gateway.runtime.models import Tokenizers
@@ -47,19 +47,16 @@ from gateway.runtime.supervisor import Supervisor
 from gateway.runtime.tls import Certificate, server_context, watch, worker_context
 from gateway.settings import Settings
 from gateway.telemetry import Exposition, RequestLog, RequestMetrics
-from gateway.upstream.connections import Timeouts
 from gateway.upstream.control import open_control_client
 from gateway.upstream.deadlines import next_tick
 from gateway.upstream.http import Upstream
-from gateway.upstream.membership import Membership, MembershipSettings
+from gateway.upstream.membership import Membership
 from gateway.upstream.tokenizing import EngineTokenizing
 
 _EXPIRE_EVERY_S = 0.5
 _FLUSH_EVERY_S = 0.2
 """How late a request's log line may be."""
 _LOOK_S = 0.05
-_STALE_POLLS = 5
-"""Polls of a worker's load that may fail before its last sample is forgotten."""
 _TOKENIZE_THREADS = 2
 """Threads that tokenise new text; the tokenizer runs outside the interpreter lock."""
 _BACKLOG = 2048
@@ -97,60 +94,18 @@ class Gateway:
         self._rng = rng
         self.supervisor = Supervisor(clock)
         self.tokenizers = Tokenizers(settings.models, now=lambda: datetime.now().astimezone())
-        self.fleet = Fleet(
-            block_sizes={name: m.block_size for m in settings.models for name in (m.name, *m.aliases) if m.block_size},
-            stale_s=max(STALE_S, _STALE_POLLS * settings.load.poll_s),
-            miss_threshold=settings.index.route_miss_threshold,
-            health=HealthSettings(
-                failures=settings.health.failures,
-                open_s=settings.health.open_s,
-                slow_start_s=settings.health.slow_start_s,
-                panic_ratio=settings.health.panic_ratio,
-            ),
-            retry_ratio=settings.retries.budget_ratio,
-            sharding=ShardSettings(settings.routing.shards, settings.routing.shard_workers),
-        )
+        self.fleet = Fleet(parts.fleet_settings(settings))
         self.index = KvIndex(
             max_bytes=settings.index.max_bytes,
-            approximate=ApproximateSettings(
-                ttl_s=settings.index.approximate_ttl_s,
-                default_tokens=settings.index.approximate_tokens,
-                limit=settings.index.max_bytes // 2 // LEARNED_BYTES,
-            ),
+            approximate=parts.approximate_settings(settings),
             offload_ttl_s=settings.index.offload_ttl_s,
         )
-        routing = settings.routing
         self.router = Router(
-            self.fleet,
-            self.index,
-            make_policy(
-                routing.policy,
-                rng=rng,
-                weights=_weights(settings),
-                prices=Prices(affinity_s=routing.affinity.credit_s),
-            ),
-            rng=rng,
-            settings=RouterSettings(
-                speculative_ttl_s=routing.speculative_ttl_s,
-                max_sessions=routing.affinity.max_sessions,
-                session_ttl_s=routing.affinity.ttl_s,
-                spill_margin_s=routing.spill_margin_s,
-            ),
+            self.fleet, self.index, parts.policy(settings, rng=rng), rng=rng, settings=parts.router_settings(settings)
         )
-        timeouts = settings.timeouts
         self._certificates: list[Certificate] = []
         self._worker_tls = worker_context(settings.worker_tls, self._certificates)
-        self.upstream = Upstream(
-            clock=clock,
-            tls=self._worker_tls,
-            timeouts=Timeouts(
-                connect_s=timeouts.connect_s,
-                send_s=timeouts.send_s,
-                first_byte_s=timeouts.first_byte_s,
-                idle_s=timeouts.idle_s,
-                total_s=timeouts.total_s,
-            ),
-        )
+        self.upstream = Upstream(clock=clock, tls=self._worker_tls, timeouts=parts.worker_timeouts(settings))
         self.metrics = RequestMetrics(self.fleet.pools.__contains__, is_worker=self.fleet.workers.__contains__)
         self.ports: Ports | None = None
         self.membership: Membership
@@ -192,7 +147,7 @@ class Gateway:
             rng=self._rng,
             on_joining=self.tokenizers.prepare,
             on_left=self._forget,
-            settings=MembershipSettings(poll_s=settings.load.poll_s, refresh_s=settings.health.probe_s),
+            settings=parts.membership_settings(settings),
         )
         self.enrolment = Enrolment(Roster(), self.membership, clock=self.clock)
         self.refresh = Refresh(self.fleet, self.membership)
@@ -201,7 +156,6 @@ class Gateway:
         )
         self.tokenizing = EngineTokenizing(control, self.clock)
         access = KeysInForce(settings.auth)
-        cors = Cors(server.cors_origins) if server.cors_origins else None
         self.edge = Edge(
             router=self.router,
             hashers=self.tokenizers.find,
@@ -212,26 +166,7 @@ class Gateway:
             on_retry=self._record_retry,
             ask_tokens=self.tokenizing.ask,
             request_ids=request_id_maker(self._rng),
-            limits=EdgeLimits(
-                header_timeout_s=server.header_timeout_s,
-                body_timeout_s=server.body_timeout_s,
-                max_header_bytes=server.max_header_bytes,
-                max_body_bytes=server.max_body_bytes,
-                max_buffered_bytes=server.max_buffered_bytes,
-                max_connections=server.max_connections,
-                max_retries=settings.retries.max,
-            ),
-            keys=access.keys,
-            tenant_salt=settings.auth.tenant_salt,
-            cors=cors,
-            timeouts=PhaseTimeouts(
-                self.upstream.timeouts,
-                paths={path: phases.changes() for path, phases in settings.timeouts.paths.items()},
-                models={model: phases.changes() for model, phases in settings.timeouts.models.items()},
-            ),
-            receipts=server.receipts,
-            session_header=settings.routing.affinity.header,
-            session_field=settings.routing.affinity.body_field,
+            settings=parts.edge_settings(settings, access.keys),
         )
         stack.push_async_callback(self.supervisor.close)
         if any(model.tokenize_at != "here" for model in settings.models):
@@ -247,9 +182,8 @@ class Gateway:
         app = client_app(
             self.fleet,
             ready=lambda: self.readiness().ready,
+            settings=lambda: self.edge.settings,
             started_unix=int(time.time()),  # noqa: TID251
-            keys=access.keys,
-            cors=cors,
         )
         tls = server_context(server.tls, self._certificates)
         await self._serve(app, client_socket, http=client_protocol(self.edge), tls=tls)
@@ -460,9 +394,3 @@ def _url(listener: socket.socket, host: str, *, tls: bool = False) -> str:
     port = listener.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if tls else 'http'}://{shown}:{port}"
-
-
-def _weights(settings: Settings) -> Weights:
-    routing = settings.routing
-    given = {"alpha": routing.alpha, "beta": routing.beta, "gamma": routing.gamma}
-    return replace(Weights(), **{name: weight for name, weight in given.items() if weight != "auto"})

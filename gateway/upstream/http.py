@@ -130,6 +130,12 @@ class Upstream:
             connections = self._renew(worker)
         return UpstreamStream(connections, self._counts)
 
+    def apply(self, timeouts: Timeouts) -> None:
+        """From the next request on; streams that run keep theirs."""
+        self.timeouts = timeouts
+        for connections in self._workers.values():
+            connections.timeouts = timeouts
+
     def open_streams(self, worker: WorkerSpec | None = None) -> int:
         """Streams of a worker (or of all) that are not over, also those of workers that left. A worker of the same name
         at another address is another one."""

@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -21,7 +21,17 @@ import pytest
 import uvicorn
 import uvloop
 
-from gateway.edge import Cors, Edge, EdgeLimits, Keys, client_app, client_protocol, request_id_maker
+from gateway.edge import (
+    Cors,
+    Edge,
+    EdgeLimits,
+    EdgeSettings,
+    Keys,
+    PhaseTimeouts,
+    client_app,
+    client_protocol,
+    request_id_maker,
+)
 from gateway.kv import KvIndex
 from gateway.policy import make_policy
 from gateway.pool import Fleet
@@ -381,16 +391,19 @@ async def relay(
             on_outcome=outcomes.append,
             on_retry=retried.append,
             request_ids=request_id_maker(rng),
-            limits=limits,
-            keys=keys,
-            tenant_salt=tenant_salt,
-            cors=cors,
-            receipts=receipts,
-            ask_usage=ask_usage,
+            settings=EdgeSettings(
+                limits=replace(limits or EdgeLimits(), idle_timeout_s=keep_alive_s),
+                timeouts=PhaseTimeouts(upstream.timeouts),
+                keys=keys,
+                tenant_salt=tenant_salt,
+                cors=cors,
+                receipts=receipts,
+                ask_usage=ask_usage,
+            ),
             tick_s=0.02,
         )
         config = uvicorn.Config(
-            client_app(fleet, ready=lambda: edge.accepting, keys=keys, cors=cors),
+            client_app(fleet, ready=lambda: edge.accepting, settings=lambda: edge.settings),
             host="127.0.0.1",
             port=0,
             http=client_protocol(edge),
@@ -398,7 +411,6 @@ async def relay(
             lifespan="off",
             log_config=None,
             access_log=False,
-            timeout_keep_alive=keep_alive_s,
             ssl_context_factory=(lambda *_: tls.gateway) if tls else None,
         )
         config.load()

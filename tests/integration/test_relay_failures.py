@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -234,11 +235,13 @@ async def test_a_failure_when_the_time_is_over_is_not_tried_elsewhere() -> None:
 async def test_limits_by_path_and_model() -> None:
     quick = {"first_byte_s": 0.1}
     async with relay(silent, silent, answers(OK)) as r:
-        r.edge.timeouts = PhaseTimeouts(r.upstream.timeouts, paths={Endpoint.SCORE: quick}, models={"m": {}})
+        timeouts = PhaseTimeouts(r.upstream.timeouts, paths={Endpoint.SCORE: quick}, models={"m": {}})
+        r.edge.apply(replace(r.edge.settings, timeouts=timeouts))
         assert (await r.ask(post(ask(), path="/v1/score"))).body == OK
         assert [o.error_code for o in r.retried] == ["worker_timeout"] * 2
     async with relay(silent, answers(OK)) as r:
-        r.edge.timeouts = PhaseTimeouts(r.upstream.timeouts, models={"m": quick})
+        timeouts = PhaseTimeouts(r.upstream.timeouts, models={"m": quick})
+        r.edge.apply(replace(r.edge.settings, timeouts=timeouts))
         assert (await r.ask(post(ask()))).body == OK
 
 

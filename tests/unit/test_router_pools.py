@@ -12,7 +12,7 @@ from gateway.kv import KvIndex
 from gateway.kv.events import Stored
 from gateway.leases import Lease
 from gateway.policy import make_policy
-from gateway.pool import Fleet, ShardSettings, WorkerState, order
+from gateway.pool import Fleet, FleetSettings, ShardSettings, WorkerState, order
 from gateway.records import (
     Chain,
     Ending,
@@ -38,7 +38,7 @@ class Bench:
     """A router over workers of the model `m`."""
 
     def __init__(self, *, shards: ShardSettings | None = None, settings: RouterSettings | None = None) -> None:
-        self.fleet, self.index, rng = Fleet(sharding=shards), KvIndex(), Random(1)
+        self.fleet, self.index, rng = Fleet(FleetSettings(sharding=shards or ShardSettings())), KvIndex(), Random(1)
         self.router = Router(self.fleet, self.index, make_policy("seconds", rng=rng), rng=rng, settings=settings)
 
     def join(self, name: str, **fields: object) -> None:

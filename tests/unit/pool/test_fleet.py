@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.errors import FleetFull
-from gateway.pool import Fleet, Reservation, WorkerState
+from gateway.pool import Fleet, FleetSettings, Reservation, WorkerState
 from gateway.pool.fleet import MAX_WORKERS
 from gateway.records import EngineKind, LoadSample, Rank, Role, WorkerFacts, WorkerId, WorkerSpec
 
@@ -65,7 +65,7 @@ def test_configured_names_win_over_reported_ones() -> None:
 
 
 def test_block_size_divides_every_workers_and_a_configured_one_wins() -> None:
-    fleet = Fleet(block_sizes={"fixed": 8})
+    fleet = Fleet(FleetSettings(block_sizes={"fixed": 8}))
     fleet.add(spec("a"), facts("m", block_size=32), 0.0)
     assert fleet.pools["m"].block_size == 32
     fleet.add(spec("b"), facts("m", block_size=48, lora="m"), 0.0)
@@ -73,7 +73,7 @@ def test_block_size_divides_every_workers_and_a_configured_one_wins() -> None:
     assert fleet.pools["lora"].block_size == 16  # one key space with its base
     fleet.add(spec("c"), facts("fixed", block_size=16), 0.0)
     assert fleet.pools["fixed"].block_size == 8
-    any_model = Fleet(block_sizes={"*": 4, "fixed": 8})
+    any_model = Fleet(FleetSettings(block_sizes={"*": 4, "fixed": 8}))
     any_model.add(spec("a"), facts("m", block_size=32), 0.0)
     any_model.add(spec("b"), facts("fixed", block_size=32), 0.0)
     assert (any_model.pools["m"].block_size, any_model.pools["fixed"].block_size) == (4, 8)

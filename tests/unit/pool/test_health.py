@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.errors import WORKER_BUSY, WORKER_STATUS, DeadlineExceeded, WorkerTimeout
-from gateway.pool import Breaker, Fleet, HealthSettings, Reservation, Worker, WorkerState
+from gateway.pool import Breaker, Fleet, FleetSettings, HealthSettings, Reservation, Worker, WorkerState
 from gateway.pool.health import BUDGET_FLOOR, FORGET_S, Evidence, Health, RetryBudget, evidence_of
 from gateway.records import Ending, EngineKind, Result, WorkerFacts, WorkerId, WorkerSpec
 
@@ -328,7 +328,7 @@ def test_changes_are_bounded() -> None:
 
 
 def fleet_of(count: int, settings: HealthSettings = SETTINGS) -> tuple[Fleet, list[Worker]]:
-    fleet = Fleet(health=settings)
+    fleet = Fleet(FleetSettings(health=settings))
     facts = WorkerFacts(EngineKind.VLLM, "1", ("m",), block_size=16)
     return fleet, [
         fleet.add(WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}:8000"), facts, 0.0) for n in range(1, count + 1)

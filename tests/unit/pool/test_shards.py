@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from gateway.pool import Fleet, ShardSettings, order
+from gateway.pool import Fleet, FleetSettings, ShardSettings, order
 from gateway.pool.shards import assign
 from gateway.records import EngineKind, WorkerFacts, WorkerId, WorkerSpec
 
@@ -47,7 +47,7 @@ def test_every_shard_is_home_to_its_share_and_a_new_one_takes_only_its_own() -> 
 
 
 def test_a_pool_is_split_when_it_is_large_and_follows_who_is_ready() -> None:
-    fleet = Fleet(sharding=ShardSettings(shards=4, least_workers=4))
+    fleet = Fleet(FleetSettings(sharding=ShardSettings(shards=4, least_workers=4)))
     for name in names(15):
         fleet.add(WorkerSpec(name, f"http://{name}"), WorkerFacts(EngineKind.VLLM, "1", ("m",)), 0.0)
     pool = fleet.pools["m"]
@@ -63,7 +63,7 @@ def test_a_pool_is_split_when_it_is_large_and_follows_who_is_ready() -> None:
 
 
 def test_a_pool_that_has_become_small_is_whole_again() -> None:
-    fleet = Fleet(sharding=ShardSettings(shards=4, least_workers=4))
+    fleet = Fleet(FleetSettings(sharding=ShardSettings(shards=4, least_workers=4)))
     for name in names(8):
         fleet.add(WorkerSpec(name, f"http://{name}"), WorkerFacts(EngineKind.VLLM, "1", ("m",)), 0.0)
     fleet.remove(names(8)[7], 2.0)

@@ -1,0 +1,114 @@
+"""What each part is told of the configuration: the same at the start and at a reload.
+
+Pure functions from the tree to the parts' own settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from gateway.edge import Cors, EdgeLimits, EdgeSettings, Keys, PhaseTimeouts
+from gateway.kv import LEARNED_BYTES, ApproximateSettings
+from gateway.policy import Policy, Prices, Weights, make_policy
+from gateway.pool import STALE_S, FleetSettings, HealthSettings, ShardSettings
+from gateway.router import RouterSettings
+from gateway.settings import Settings
+from gateway.upstream.connections import Timeouts
+from gateway.upstream.membership import MembershipSettings
+
+_STALE_POLLS = 5
+"""Polls of a worker's load that may fail before its last sample is forgotten."""
+
+
+def fleet_settings(settings: Settings) -> FleetSettings:
+    """Health, retries, block sizes."""
+    health = settings.health
+    return FleetSettings(
+        block_sizes={name: m.block_size for m in settings.models for name in (m.name, *m.aliases) if m.block_size},
+        stale_s=max(STALE_S, _STALE_POLLS * settings.load.poll_s),
+        miss_threshold=settings.index.route_miss_threshold,
+        health=HealthSettings(
+            failures=health.failures,
+            open_s=health.open_s,
+            slow_start_s=health.slow_start_s,
+            panic_ratio=health.panic_ratio,
+        ),
+        retry_ratio=settings.retries.budget_ratio,
+        sharding=ShardSettings(settings.routing.shards, settings.routing.shard_workers),
+    )
+
+
+def approximate_settings(settings: Settings) -> ApproximateSettings:
+    """What is learned from routing; it may take half of the index."""
+    index = settings.index
+    return ApproximateSettings(
+        ttl_s=index.approximate_ttl_s,
+        default_tokens=index.approximate_tokens,
+        limit=index.max_bytes // 2 // LEARNED_BYTES,
+    )
+
+
+def policy(settings: Settings, *, rng: Random) -> Policy:
+    """The policy with its weights."""
+    routing = settings.routing
+    given = {"alpha": routing.alpha, "beta": routing.beta, "gamma": routing.gamma}
+    weights = replace(Weights(), **{name: weight for name, weight in given.items() if weight != "auto"})
+    prices = Prices(affinity_s=routing.affinity.credit_s)
+    return make_policy(routing.policy, rng=rng, weights=weights, prices=prices)
+
+
+def router_settings(settings: Settings) -> RouterSettings:
+    """Promises and sessions."""
+    affinity = settings.routing.affinity
+    return RouterSettings(
+        speculative_ttl_s=settings.routing.speculative_ttl_s,
+        max_sessions=affinity.max_sessions,
+        session_ttl_s=affinity.ttl_s,
+        spill_margin_s=settings.routing.spill_margin_s,
+    )
+
+
+def worker_timeouts(settings: Settings) -> Timeouts:
+    """The limits of a request's phases, apart from paths and models of their own."""
+    timeouts = settings.timeouts
+    return Timeouts(
+        connect_s=timeouts.connect_s,
+        send_s=timeouts.send_s,
+        first_byte_s=timeouts.first_byte_s,
+        idle_s=timeouts.idle_s,
+        total_s=timeouts.total_s,
+    )
+
+
+def membership_settings(settings: Settings) -> MembershipSettings:
+    """Periods of polls and probes."""
+    return MembershipSettings(poll_s=settings.load.poll_s, refresh_s=settings.health.probe_s)
+
+
+def edge_settings(settings: Settings, keys: Keys | None) -> EdgeSettings:
+    """The client port's."""
+    server, affinity = settings.server, settings.routing.affinity
+    return EdgeSettings(
+        limits=EdgeLimits(
+            header_timeout_s=server.header_timeout_s,
+            body_timeout_s=server.body_timeout_s,
+            idle_timeout_s=server.idle_timeout_s,
+            max_header_bytes=server.max_header_bytes,
+            max_body_bytes=server.max_body_bytes,
+            max_buffered_bytes=server.max_buffered_bytes,
+            max_connections=server.max_connections,
+            max_retries=settings.retries.max,
+        ),
+        timeouts=PhaseTimeouts(
+            worker_timeouts(settings),
+            paths={path: phases.changes() for path, phases in settings.timeouts.paths.items()},
+            models={model: phases.changes() for model, phases in settings.timeouts.models.items()},
+        ),
+        keys=keys,
+        tenant_salt=settings.auth.tenant_salt,
+        cors=Cors(server.cors_origins) if server.cors_origins else None,
+        receipts=server.receipts,
+        session_header=affinity.header.lower().encode(),
+        session_field=affinity.body_field,
+    )
