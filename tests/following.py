@@ -9,7 +9,8 @@ import msgspec
 from gateway.kv.events import Cleared, ForeignMessage, MalformedMessage, decode_batch
 from gateway.kv.feed_state import FeedState
 from gateway.kv.feed_words import Action, Apply, AskReplay, EndPreview, FeedLimits, FeedPhase, Preview, Purge
-from gateway.kv.index import Applied, KvIndex
+from gateway.kv.index import KvIndex
+from gateway.kv.numbers import Applied
 from gateway.records import Slot
 
 

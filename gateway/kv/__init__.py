@@ -6,7 +6,8 @@ and `kv.feed_state`, for the shell that feeds them.
 """
 
 from gateway.kv.approximate import LEARNED_BYTES, ApproximateSettings, ApproximateStats, Remembered
-from gateway.kv.index import Applied, IndexStats, KvIndex, Mark
+from gateway.kv.index import KvIndex
+from gateway.kv.numbers import Applied, IndexStats, Mark
 from gateway.kv.overlap import Overlaps
 from gateway.kv.speculation import Speculation
 

@@ -18,15 +18,14 @@ Rules for callers:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, ApproximateStats, Remembered
 from gateway.kv.events import KvEvent
 from gateway.kv.ingest import Placement, Tally
+from gateway.kv.numbers import Applied, IndexStats, Mark, applied, estimated_bytes
 from gateway.kv.overlap import Overlaps, run_of
 from gateway.kv.preview import Preview
 from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
@@ -45,55 +44,7 @@ DEFAULT_OFFLOAD_TTL_S: Final = 3600.0
 
 _EXPIRED_AT_ONCE: Final = 5_000  # some 5 ms; the rest waits for the next turn
 
-_INT_BYTES: Final = 32  # a Python int between 2**30 and 2**60; one more digit is within the same allocation size
-
-
-class Applied(NamedTuple):
-    """What one call of `apply` changed, in blocks of the engine; maps have no zeros.
-
-    `repeated` are announcements of blocks held already, `orphans` blocks that wait for their parent or their tokens,
-    `dropped` old orphans that had to go for them. `ignored` is by reason: `unknown_removal` (announced before
-    we listened), `let_go` (removals of blocks dropped here for a limit), `cache_group` (not full attention),
-    `block_size` (identity problem), `malformed`, `unbound`. `unfinished`: a great many orphans have found their
-    parents; apply again, without events too, to place the rest.
-    """
-
-    stored: Mapping[Tier, int]
-    removed: Mapping[Tier, int]
-    ignored: Mapping[str, int]
-    repeated: int = 0
-    orphans: int = 0
-    dropped: int = 0
-    clears: int = 0
-    unfinished: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class IndexStats:
-    """The state of the index. `blocks` counts distinct keys by slot and tier; `ignored` is by slot and reason, since
-    the slot was bound. `truncated` counts blocks let go because of the cap. `estimated_bytes` covers every table; it is
-    an estimate, good to a tenth. `keys` are distinct keys in all tiers, promised and learned ones included."""
-
-    blocks: Mapping[Slot, Mapping[Tier, int]]
-    ignored: Mapping[Slot, Mapping[str, int]]
-    keys: int
-    orphans: int
-    placeholders: int
-    orphans_dropped: int
-    speculative: int
-    speculative_truncated: int
-    truncated: int
-    estimated_bytes: int
-    approximate: ApproximateStats
-
-
-class Mark(NamedTuple):
-    """How far one worker's part of the index has come: `epoch` changes when it is bound or purged, `clears` and
-    `removed` (blocks) count what its events took away."""
-
-    epoch: int = 0
-    clears: int = 0
-    removed: int = 0
+_NO_SPANS: Final[Mapping[Slot, int]] = MappingProxyType({})
 
 
 class KvIndex:
@@ -189,7 +140,7 @@ class KvIndex:
         worker.clears += tally.clears
         worker.removed += sum(tally.removed)
         self._orphans_dropped += tally.dropped
-        return _applied(tally, unfinished=bool(table.ready))
+        return applied(tally, unfinished=bool(table.ready))
 
     def preview(self, slot: Slot, rank: int, events: Sequence[KvEvent]) -> None:
         """Show what later events of a rank say while earlier ones are missing, until `end_preview`; they come again
@@ -469,7 +420,7 @@ class KvIndex:
             speculative=sum(worker.promises.held for worker in workers.values()),
             speculative_truncated=self._speculative.truncated,
             truncated=self._truncation.truncated if self._truncation is not None else 0,
-            estimated_bytes=self._estimated_bytes(tables) + approximate.bytes,
+            estimated_bytes=estimated_bytes(self._placement.masks, workers.values(), tables) + approximate.bytes,
             approximate=approximate,
         )
 
@@ -478,49 +429,3 @@ class KvIndex:
         worker = self._workers.get(slot)
         table = None if worker is None else worker.ranks.get(rank)
         return frozenset() if table is None else frozenset(table.held[TIER_INDEX[tier]])
-
-    def _estimated_bytes(self, tables: Sequence[RankTable]) -> int:
-        total = sum(sys.getsizeof(masks) for masks in self._placement.masks)
-        for worker in self._workers.values():
-            total += _PROMISE_BYTES * worker.promises.held
-        for table in tables:
-            for held, copies in zip(table.held, table.copies, strict=True):
-                # One int for the hash, one for the key; a mask is one int shared by many keys or amortised over
-                # the workers in it.
-                total += sys.getsizeof(held) + sys.getsizeof(copies) + 2 * _INT_BYTES * len(held)
-            total += sum(map(sys.getsizeof, table.heads)) + sys.getsizeof(table.orphans)
-            total += table.chunks.bytes + sum(lifetimes.bytes for lifetimes in table.lifetimes)
-            total += _ORPHAN_BYTES * (len(table.orphans) - table.placeholders) + _PLACEHOLDER_BYTES * table.placeholders
-        return total
-
-
-_ZEROS: Final = [0, 0, 0]
-
-_NONE: Final[Mapping[Tier, int]] = MappingProxyType({})
-_NO_SPANS: Final[Mapping[Slot, int]] = MappingProxyType({})
-
-# The key itself, its place in the stretch and in the table of keys.
-_PROMISE_BYTES: Final = _INT_BYTES + 8 + 50
-
-# Slots of the object, token array, list of copies, list and dictionary entry of its parent, the hash itself.
-_ORPHAN_BYTES: Final = 480
-_PLACEHOLDER_BYTES: Final = 200  # no tokens, and no parent that knows it
-
-
-def _by_tier(counts: list[int]) -> Mapping[Tier, int]:
-    if counts[1:] == _ZEROS:
-        return {Tier.GPU: counts[0]} if counts[0] else _NONE
-    return {tier: count for tier, count in zip(TIERS, counts, strict=True) if count}
-
-
-def _applied(tally: Tally, *, unfinished: bool) -> Applied:
-    return Applied(
-        _by_tier(tally.stored),
-        _by_tier(tally.removed),
-        tally.ignored,
-        tally.repeated,
-        tally.orphans,
-        tally.dropped,
-        tally.clears,
-        unfinished,
-    )

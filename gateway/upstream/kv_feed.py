@@ -1,17 +1,15 @@
-"""One rank's KV event feed over ZMQ: sockets around `kv.feed_state` and the index.
+"""One rank's KV event feed: turns of work around its sockets (`feed_sockets`), `kv.feed_state` and the index.
 
 Rules:
-1. All decisions about sequence numbers are the state machine's; this file moves bytes and executes actions in order.
+1. All decisions about sequence numbers are the state machine's; this file executes its actions in order.
 2. Work is done in turns of at most `turn_s`, or `turn_blocks` blocks where a batch is longer; then the loop serves
    others. All feeds of a process share one lock, so that together they take one turn per pass of the loop.
-3. Each replay request has a connection of its own: replies to an earlier request cannot be mistaken for replies to it.
-4. A new connection of the subscription is told to the state machine before what comes over it.
-5. A broken message is counted and never ends the feed. What does end `run` (a malformed endpoint, a closed context) is
+3. A new connection of the subscription is told to the state machine before what comes over it.
+4. A broken message is counted and never ends the feed. What does end `run` (a malformed endpoint, a closed context) is
    raised to the supervisor. Cancelling `run` at any point closes the sockets without lingering.
 
-Sockets are read directly, woken by their file descriptor: zmq.asyncio makes a future and a poll per message, which
-costs several times what decoding it does. The subscription is connected before the first replay request, so that
-batches published in between arrive live and wait their turn.
+The subscription is connected before the first replay request, so that batches published in between arrive live and wait
+their turn.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,15 +35,13 @@ from gateway.kv.events import (
     in_parts,
     parse_live,
     parse_reply,
-    replay_request,
 )
 from gateway.kv.feed_state import FeedState
 from gateway.kv.feed_words import Action, Apply, AskReplay, EndPreview, FeedCounters, FeedPhase, Preview, Purge
-from gateway.kv.index import Applied, KvIndex
+from gateway.kv.index import KvIndex
+from gateway.kv.numbers import Applied
 from gateway.records import EventSource, Slot, Tier, TrustState, WorkerId
-
-# Messages zmq holds for us while the loop is busy; beyond it TCP pushes back, and the engine keeps, then drops, them.
-_RECEIVE_LIMIT: Final = 20_000
+from gateway.upstream.feed_sockets import FeedSockets, Subscription
 
 # Payloads above this are decoded event by event, as they are applied: some 2 ms at once.
 _LARGE_BYTES: Final = 128 * 1024
@@ -56,14 +51,6 @@ _BLOCK_TOKENS: Final = 64
 
 _MAX_OTHER_RANKS: Final = 64
 _MAX_WANTED: Final = 16
-
-_MAX_MESSAGE_BYTES: Final = 256 * 1024 * 1024
-_RECONNECT_MS: Final = 100
-_RECONNECT_MAX_MS: Final = 2_000
-
-# A half-open connection is noticed, and made anew, after this long.
-_HEARTBEAT_MS: Final = 10_000
-_HEARTBEAT_TIMEOUT_MS: Final = 30_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +137,12 @@ class KvFeed:
         self._others: dict[int, _Lane] = {}
         self._heard_rank: int | None = None
         self._index = index
-        self._context = context
+        self._sockets = FeedSockets(source, context)
         self._clock = clock
         self._turns = turns
         self._on_trust = on_trust
         self._told_trust: TrustState | None = None
         self._limits = limits or TurnLimits()
-        self._replay: zmq.Socket[bytes] | None = None
         self._actions: deque[tuple[_Lane, Action]] = deque()
         self._purging: Generator[int, None, None] | None = None
         self._doing: tuple[_Lane, Apply | Preview, Iterator[KvEvent]] | None = None
@@ -242,17 +228,15 @@ class KvFeed:
         May be called again after it ended: the rank is then learned anew.
         """
         try:
-            with self._socket(zmq.SUB) as subscription, _monitored(subscription) as monitor:
-                subscription.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
-                subscription.connect(self.source.endpoint)
+            with self._sockets.subscribed() as subscription:
                 for lane in self._lanes():
                     self._add(lane, lane.state.on_opened(self._clock()))
                 self._running = True
                 while True:
                     async with self._turns:
-                        idle = self._turn(subscription, monitor)
+                        idle = self._turn(subscription)
                     if idle:
-                        await self._wait(subscription, monitor)
+                        await self._wait(subscription)
                     else:
                         await asyncio.sleep(0)
         finally:
@@ -264,15 +248,20 @@ class KvFeed:
                     purging.close()
             self._purging = None
             self._begun.clear()
-            self._close_replay()
+
+    async def _wait(self, subscription: Subscription) -> None:
+        """Until a socket has something, the state's deadline is reached, or somebody wants something."""
+        deadline = self._state.deadline
+        wait_s = None if deadline is None else max(0.0, deadline - self._clock())
+        await self._sockets.wait(subscription, self._wake, lambda: self._wanted, wait_s)
 
     # ------------------------------------------------------------------ work
 
-    def _turn(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
+    def _turn(self, subscription: Subscription) -> bool:
         """Work until there is nothing to do (True) or the turn is over (False)."""
         until = self._clock() + self._limits.turn_s
         idle = True
-        while self._step(subscription, monitor):
+        while self._step(subscription):
             if self._clock() >= until:
                 idle = False
                 break
@@ -282,7 +271,7 @@ class KvFeed:
             self._on_trust()
         return idle
 
-    def _step(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
+    def _step(self, subscription: Subscription) -> bool:
         """The next small piece of work; False when there is none. What was received is applied before more is taken,
         so nothing piles up here; replies come before live messages, which wait in the socket."""
         if self._purging is not None:
@@ -306,25 +295,25 @@ class KvFeed:
             for lane in self._lanes():
                 self._add(lane, wish(lane.state, self._clock()))
             return True
-        if self._replay is not None:
+        if self._sockets.replays:
             if not self._state.asking:
-                self._close_replay()
-            elif (reply := _receive(self._replay)) is not None:
+                self._sockets.close_replay()
+            elif (reply := self._sockets.reply()) is not None:
                 self._on_reply(reply)
                 return True
         deadline = self._state.deadline
         if deadline is not None and self._clock() >= deadline:
             self._add(self._lane, self._state.on_tick(self._clock()))
             return True
-        frames = _receive(subscription)
+        frames = subscription.live()
         # Asked for after the message: the first one of a new connection comes after its handshake.
-        connected = _receive(monitor) if _readable(monitor) else None
-        if connected is not None:
+        connected = subscription.connected()
+        if connected:
             for lane in self._lanes():
                 self._add(lane, lane.state.on_connected(self._clock()))
         if frames is not None:
             self._on_live(frames)
-        return frames is not None or connected is not None
+        return connected or frames is not None
 
     def _add(self, lane: _Lane, actions: list[Action], *, first: bool = False) -> None:
         tagged = [(lane, action) for action in actions]
@@ -392,7 +381,7 @@ class KvFeed:
             case Purge():
                 self._purging = self._index.purging(self.slot, lane.rank, most=self._limits.turn_blocks)
             case AskReplay():
-                self._ask(action.from_seq)
+                self._sockets.ask(action.from_seq)
 
     def _decode(self, lane: _Lane, action: Apply | Preview) -> None:
         payload, counted = action.payload, isinstance(action, Apply)
@@ -470,89 +459,8 @@ class KvFeed:
             unknown = applied.ignored.get("unknown_removal", 0)
             self._add(lane, lane.state.on_applied(sum(applied.removed.values()), unknown, self._clock()), first=True)
 
-    # ------------------------------------------------------------------ sockets
-
-    async def _wait(self, subscription: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-        """Until a socket has something, the state's deadline is reached, or somebody wants something."""
-        loop = asyncio.get_running_loop()
-        sockets = [subscription, monitor] if self._replay is None else [subscription, monitor, self._replay]
-        descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets]
-        deadline = self._state.deadline
-        wait_s = None if deadline is None else max(0.0, deadline - self._clock())
-        self._wake.clear()
-        for descriptor in descriptors:
-            loop.add_reader(descriptor, self._wake.set)
-        try:
-            # The descriptor tells of changes only: what came before it was watched must be asked for.
-            if self._wanted or any(_readable(socket) for socket in sockets):
-                return
-            async with asyncio.timeout(wait_s):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-        finally:
-            for descriptor in descriptors:
-                loop.remove_reader(descriptor)
-
-    @contextmanager
-    def _socket(self, kind: int) -> Iterator[zmq.Socket[bytes]]:
-        socket = zmq.Socket(self._context, kind)
-        try:
-            _configure(socket)
-            yield socket
-        finally:
-            socket.close(linger=0)
-
-    def _ask(self, from_seq: int) -> None:
-        self._close_replay()
-        endpoint = self.source.replay_endpoint
-        if endpoint is None:
-            return
-        self._replay = zmq.Socket(self._context, zmq.DEALER)
-        _configure(self._replay)
-        self._replay.connect(endpoint)
-        self._replay.send_multipart(replay_request(from_seq), zmq.NOBLOCK)
-
-    def _close_replay(self) -> None:
-        if self._replay is not None:
-            self._replay.close(linger=0)
-            self._replay = None
-
 
 def _cost(event: Stored | Removed) -> int:
     """What applying it costs, in usual blocks: large ones may stand for many keys each."""
     blocks = len(event.hashes)
     return blocks if isinstance(event, Removed) else max(blocks, len(event.tokens) // _BLOCK_TOKENS)
-
-
-def _configure(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.IPV6, 1)
-
-
-@contextmanager
-def _monitored(socket: zmq.Socket[bytes]) -> Iterator[zmq.Socket[bytes]]:
-    """A socket that brings a message for each connection of `socket` that is ready."""
-    monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
-    try:
-        yield monitor
-    finally:
-        socket.disable_monitor()
-        monitor.close(linger=0)
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return None

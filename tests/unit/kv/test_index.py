@@ -12,7 +12,8 @@ import pytest
 
 from gateway.keys import chain, namespace, with_extra
 from gateway.kv.events import Cleared, KvEvent, Removed, Stored
-from gateway.kv.index import Applied, KvIndex
+from gateway.kv.index import KvIndex
+from gateway.kv.numbers import Applied
 from gateway.records import Chain, EngineHash, EngineKind, PrefixBlocks, Slot, Tier
 
 SIZE = 4

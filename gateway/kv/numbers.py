@@ -1,0 +1,112 @@
+"""Numbers of the index: what a call changed, how far a worker's part has come, what is held and what it takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from gateway.kv.approximate import ApproximateStats
+from gateway.kv.ingest import Tally
+from gateway.kv.tables import TIERS, RankTable, WorkerTable
+from gateway.records import BlockKey, Slot, Tier
+
+_INT_BYTES: Final = 32  # a Python int between 2**30 and 2**60; one more digit is within the same allocation size
+_ZEROS: Final = [0, 0, 0]
+
+_NONE: Final[Mapping[Tier, int]] = MappingProxyType({})
+
+# The key itself, its place in the stretch and in the table of keys.
+_PROMISE_BYTES: Final = _INT_BYTES + 8 + 50
+
+# Slots of the object, token array, list of copies, list and dictionary entry of its parent, the hash itself.
+_ORPHAN_BYTES: Final = 480
+_PLACEHOLDER_BYTES: Final = 200  # no tokens, and no parent that knows it
+
+
+class Applied(NamedTuple):
+    """What one call of `apply` changed, in blocks of the engine; maps have no zeros.
+
+    `repeated` are announcements of blocks held already, `orphans` blocks that wait for their parent or their tokens,
+    `dropped` old orphans that had to go for them. `ignored` is by reason: `unknown_removal` (announced before
+    we listened), `let_go` (removals of blocks dropped here for a limit), `cache_group` (not full attention),
+    `block_size` (identity problem), `malformed`, `unbound`. `unfinished`: a great many orphans have found their
+    parents; apply again, without events too, to place the rest.
+    """
+
+    stored: Mapping[Tier, int]
+    removed: Mapping[Tier, int]
+    ignored: Mapping[str, int]
+    repeated: int = 0
+    orphans: int = 0
+    dropped: int = 0
+    clears: int = 0
+    unfinished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """The state of the index. `blocks` counts distinct keys by slot and tier; `ignored` is by slot and reason, since
+    the slot was bound. `truncated` counts blocks let go because of the cap. `estimated_bytes` covers every table; it is
+    an estimate, good to a tenth. `keys` are distinct keys in all tiers, promised and learned ones included."""
+
+    blocks: Mapping[Slot, Mapping[Tier, int]]
+    ignored: Mapping[Slot, Mapping[str, int]]
+    keys: int
+    orphans: int
+    placeholders: int
+    orphans_dropped: int
+    speculative: int
+    speculative_truncated: int
+    truncated: int
+    estimated_bytes: int
+    approximate: ApproximateStats
+
+
+class Mark(NamedTuple):
+    """How far one worker's part of the index has come: `epoch` changes when it is bound or purged, `clears` and
+    `removed` (blocks) count what its events took away."""
+
+    epoch: int = 0
+    clears: int = 0
+    removed: int = 0
+
+
+def _by_tier(counts: list[int]) -> Mapping[Tier, int]:
+    if counts[1:] == _ZEROS:
+        return {Tier.GPU: counts[0]} if counts[0] else _NONE
+    return {tier: count for tier, count in zip(TIERS, counts, strict=True) if count}
+
+
+def applied(tally: Tally, *, unfinished: bool) -> Applied:
+    """What a call of `apply` tells its caller."""
+    return Applied(
+        _by_tier(tally.stored),
+        _by_tier(tally.removed),
+        tally.ignored,
+        tally.repeated,
+        tally.orphans,
+        tally.dropped,
+        tally.clears,
+        unfinished,
+    )
+
+
+def estimated_bytes(
+    masks: Sequence[Mapping[BlockKey, int]], workers: Iterable[WorkerTable], tables: Sequence[RankTable]
+) -> int:
+    """What the tables take; good to a tenth."""
+    total = sum(map(sys.getsizeof, masks))
+    for worker in workers:
+        total += _PROMISE_BYTES * worker.promises.held
+    for table in tables:
+        for held, copies in zip(table.held, table.copies, strict=True):
+            # One int for the hash, one for the key; a mask is one int shared by many keys or amortised over
+            # the workers in it.
+            total += sys.getsizeof(held) + sys.getsizeof(copies) + 2 * _INT_BYTES * len(held)
+        total += sum(map(sys.getsizeof, table.heads)) + sys.getsizeof(table.orphans)
+        total += table.chunks.bytes + sum(lifetimes.bytes for lifetimes in table.lifetimes)
+        total += _ORPHAN_BYTES * (len(table.orphans) - table.placeholders) + _PLACEHOLDER_BYTES * table.placeholders
+    return total
