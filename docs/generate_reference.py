@@ -10,6 +10,7 @@ import importlib
 import sys
 import typing
 from collections.abc import Iterator
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -67,10 +68,14 @@ def _model_of(annotation: object) -> tuple[type[BaseModel], bool]:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    for name, field in model.model_fields.items():
+    for name, field in sorted(model.model_fields.items(), key=lambda item: not item[1].is_required()):
         annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from _keys(annotation, f"{prefix}{name}.")
+        inner = [one for one in (annotation, *typing.get_args(annotation)) if _is_section(one)]
+        if inner and typing.get_origin(annotation) is not dict:
+            many = "[]" if typing.get_origin(annotation) is tuple else ""
+            if inner[0] is not annotation:
+                yield prefix + name, f"`{_plain(field.default)}`", field.description or ""
+            yield from _keys(inner[0], f"{prefix}{name}{many}.")
             continue
         default = "required" if field.default is PydanticUndefined else f"`{_plain(field.default)}`"
         choices = _choices(annotation)
@@ -78,12 +83,16 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, 
         yield prefix + name, default, text
 
 
+def _is_section(annotation: object) -> typing.TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
 def _plain(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return "[]" if value == () else str(value)
+    return "[]" if value == () else str(value.value if isinstance(value, Enum) else value)
 
 
 def _choices(annotation: object) -> str:

@@ -1,7 +1,8 @@
 """Who should be in the fleet: sources that name workers, one list made of them, and the fleet brought to it."""
 
+from gateway.discovery.dns import DnsName, DnsSource
 from gateway.discovery.enrolment import Enrolment
 from gateway.discovery.roster import Entry, Roster, SourceState
 from gateway.discovery.source import Found, Publish, Source
 
-__all__ = ["Enrolment", "Entry", "Found", "Publish", "Roster", "Source", "SourceState"]
+__all__ = ["DnsName", "DnsSource", "Enrolment", "Entry", "Found", "Publish", "Roster", "Source", "SourceState"]

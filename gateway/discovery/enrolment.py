@@ -39,8 +39,8 @@ class Members(Protocol):
         """It is configured anew, at the same address."""
         ...
 
-    def drain(self, name: WorkerId, *, on: bool) -> None:
-        """No new requests for it, or new ones again."""
+    def withhold(self, name: WorkerId, reason: str | None) -> None:
+        """No new requests for it, for that reason, or new ones again (None)."""
         ...
 
     async def leave(self, name: WorkerId) -> None:
@@ -94,7 +94,7 @@ class Enrolment:
                 raise WorkerTaken(f"{spec.url} is in the fleet already, as {name!r}")
         was_out = roster.excludes(spec)
         roster.add(spec, self._clock())
-        self._present[spec.name] = Entry(spec, False, (ADMIN,))
+        self._present[spec.name] = Entry(spec, None, (ADMIN,))
         try:
             await self._members.add(spec)
         except BaseException:
@@ -161,7 +161,7 @@ class Enrolment:
         if before.spec != entry.spec:
             self._members.change(entry.spec)
         if before.draining != entry.draining:
-            self._members.drain(name, on=entry.draining)
+            self._members.withhold(name, entry.draining)
 
 
 class _Published:

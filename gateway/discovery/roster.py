@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     """One worker of the list, and the sources that name it."""
 
     spec: WorkerSpec
-    draining: bool
+    draining: str | None
     sources: tuple[str, ...]
 
 
@@ -150,7 +150,7 @@ class Roster:
             elif wanted[:2] != there[:2]:
                 change.append(wanted)
         stay = present.keys() - leave
-        join = tuple(e for name, e in entries.items() if name not in stay and not e.draining)
+        join = tuple(e for name, e in entries.items() if name not in stay and e.draining is None)
         return Plan(tuple(leave), tuple(change), join)
 
     def sources(self) -> list[SourceState]:

@@ -9,10 +9,10 @@ from gateway.records import WorkerSpec
 
 
 class Found(NamedTuple):
-    """One worker as a source sees it. `draining`: it still answers, and is to get no new requests."""
+    """One worker as a source sees it. `draining`: why it is to get no new requests, in a word, though it is there."""
 
     spec: WorkerSpec
-    draining: bool = False
+    draining: str | None = None
 
 
 class Publish(Protocol):

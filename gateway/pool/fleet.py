@@ -339,6 +339,11 @@ class Fleet:
         with self._named(worker_id) as health:
             health.drain(now, on=on)
 
+    def withhold(self, worker_id: WorkerId, now: float, *, reason: str | None) -> None:
+        """No new requests for it because what runs it says so, or new ones again (None)."""
+        with self._named(worker_id) as health:
+            health.withhold(now, reason)
+
     def reset(self, worker_id: WorkerId, now: float) -> None:
         """Forget what is held against its health."""
         with self._named(worker_id) as health:

@@ -3,7 +3,7 @@
     ready      nothing speaks against it
     degraded   it serves, but: it has just recovered (slow start), requests failed lately, or probes fail
     ejected    its breaker is open or half open: no requests, unless too much of the pool is ejected (`Pool.renew`)
-    draining   an operator wants no new requests there
+    draining   an operator, or whoever runs it, wants no new requests there
     gone       nobody listens at its address, or it leaves the fleet
 
     closed --failures--> open --open_s--> half open --trial passed--> closed, slow start --slow_start_s--> closed
@@ -137,6 +137,7 @@ class Health:
         "state",
         "trials",
         "watched",
+        "withheld",
     )
 
     def __init__(self, settings: HealthSettings | None = None, now: float = 0.0) -> None:
@@ -146,6 +147,7 @@ class Health:
         self.reason: str | None = None
         self.breaker = Breaker.CLOSED
         self.draining = False
+        self.withheld: str | None = None
         self.limit: int | None = None
         """New requests it may have at a time in a slow start; None: any number."""
         self.trials = 0
@@ -273,6 +275,12 @@ class Health:
         self.draining = on
         self._settle(now)
 
+    def withhold(self, now: float, reason: str | None) -> None:
+        """What runs it wants no new requests there, for that reason (it is not ready, it is about to end), or wants
+        them again: None. It is independent of what an operator wants."""
+        self.withheld = reason
+        self._settle(now)
+
     def reset(self, now: float) -> None:
         """An operator says that it is well: everything held against it is forgotten, at once and without slow start."""
         self.breaker, self._period_at = Breaker.CLOSED, now
@@ -328,8 +336,8 @@ class Health:
         state, reason = WorkerState.READY, None
         if self._away is not None:
             state, reason = WorkerState.GONE, self._away
-        elif self.draining:
-            state = WorkerState.DRAINING
+        elif self.draining or self.withheld is not None:
+            state, reason = WorkerState.DRAINING, self.withheld
         elif self.breaker is not Breaker.CLOSED:
             state, reason = WorkerState.EJECTED, self._failed_why
         elif self._slow:

@@ -43,6 +43,7 @@ from gateway.runtime.health import HealthWatch
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
+from gateway.runtime.sources import sources_of
 from gateway.runtime.supervisor import Supervisor
 from gateway.runtime.tls import Certificate, server_context, watch, worker_context
 from gateway.settings import Settings
@@ -191,7 +192,7 @@ class Gateway:
             self.supervisor.start("certificates", lambda: watch(self._certificates))
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
         await self.enrolment.configured(settings.worker_specs())
-        self.enrolment.follow((), self.supervisor)
+        self.enrolment.follow(sources_of(settings.discovery, clock=self.clock, rng=self._rng), self.supervisor)
         self.ports = Ports(_url(client_socket, server.host, tls=tls is not None), _url(admin_socket, server.admin_host))
         self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
         return self.ports

@@ -6,11 +6,13 @@ Rules:
 3. Secrets are `SecretStr`: printing the tree masks them.
 """
 
+from gateway.settings.discovery import DiscoverySettings, DnsSettings, name_server
 from gateway.settings.fleet import (
     HealthSettings,
     LoadSettings,
     ModelSettings,
     WorkerSettings,
+    WorkerTraits,
     default_worker_name,
     worker_url,
 )
@@ -32,6 +34,8 @@ __all__ = [
     "POLICIES",
     "AffinitySettings",
     "AuthSettings",
+    "DiscoverySettings",
+    "DnsSettings",
     "HealthSettings",
     "IndexSettings",
     "LoadSettings",
@@ -44,9 +48,11 @@ __all__ = [
     "TelemetrySettings",
     "TimeoutSettings",
     "WorkerSettings",
+    "WorkerTraits",
     "default_worker_name",
     "is_loopback",
     "json_schema",
+    "name_server",
     "unit_of",
     "worker_url",
 ]

@@ -47,15 +47,9 @@ class ModelSettings(Section):
         return self
 
 
-class WorkerSettings(Section):
-    """One worker; `auto` and none mean: learn it by probing the URL."""
+class WorkerTraits(Section):
+    """What is said of a worker beside its address; `auto` and none mean: learn it by probing the URL."""
 
-    url: str = Field(description="Base URL, such as http://10.0.0.1:8000.")
-    name: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Shown in metrics, logs and `x-kvgate-worker`; none: w1, w2, ... in the order given.",
-    )
     engine: Literal["auto", "vllm", "sglang"] = Field("auto", description="The software it runs.")
     pool: str = Field("default", description="Label `pool` of its metrics and decisions; requests go by model.")
     role: Role = Field(
@@ -94,11 +88,6 @@ class WorkerSettings(Section):
     )
     weight: float = Field(1.0, gt=0, le=1000, description="Share under `least_load`, `random`, `p2c`, `prefix_hash`.")
 
-    @field_validator("url")
-    @classmethod
-    def _base_url(cls, value: str) -> str:
-        return worker_url(value)
-
     @field_validator("kv_events", "kv_replay", mode="before")
     @classmethod
     def _yaml_off(cls, value: object) -> object:
@@ -111,14 +100,12 @@ class WorkerSettings(Section):
             return value
         raise ValueError("expected `auto`, `off` or an endpoint such as tcp://10.0.0.1:5557")
 
-    def spec(self, taken: set[str]) -> WorkerSpec:
-        """The worker as the runtime takes it; without a name it is called w1, w2, ..."""
-        engine = EngineKind.UNKNOWN if self.engine == "auto" else EngineKind(self.engine)
-        name = self.name or default_worker_name(taken)
+    def as_spec(self, name: str, url: str) -> WorkerSpec:
+        """A worker of that name and address as the runtime takes it."""
         return WorkerSpec(
             name=WorkerId(name),
-            url=self.url,
-            engine=engine,
+            url=url,
+            engine=EngineKind.UNKNOWN if self.engine == "auto" else EngineKind(self.engine),
             pool=self.pool,
             role=self.role,
             models=self.models,
@@ -132,6 +119,26 @@ class WorkerSettings(Section):
             weight=self.weight,
             tenants=frozenset(self.tenants),
         )
+
+
+class WorkerSettings(WorkerTraits):
+    """One worker; `auto` and none mean: learn it by probing the URL."""
+
+    url: str = Field(description="Base URL, such as http://10.0.0.1:8000.")
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Shown in metrics, logs and `x-kvgate-worker`; none: w1, w2, ... in the order given.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _base_url(cls, value: str) -> str:
+        return worker_url(value)
+
+    def spec(self, taken: set[str]) -> WorkerSpec:
+        """The worker as the runtime takes it; without a name it is called w1, w2, ..."""
+        return self.as_spec(self.name or default_worker_name(taken), self.url)
 
 
 class HealthSettings(Section):

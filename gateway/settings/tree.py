@@ -7,6 +7,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from gateway.credentials import WorkerTls
 from gateway.records import WorkerSpec
+from gateway.settings.discovery import DiscoverySettings
 from gateway.settings.fleet import HealthSettings, LoadSettings, ModelSettings, WorkerSettings
 from gateway.settings.requests import IndexSettings, RetrySettings, RoutingSettings, TimeoutSettings
 from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, is_loopback
@@ -29,6 +30,7 @@ class Settings(BaseSettings):
     auth: AuthSettings = AuthSettings()
     models: tuple[ModelSettings, ...] = ()
     workers: tuple[WorkerSettings, ...] = ()
+    discovery: DiscoverySettings = DiscoverySettings()
     worker_tls: WorkerTls = WorkerTls()
     routing: RoutingSettings = RoutingSettings()
     index: IndexSettings = IndexSettings()

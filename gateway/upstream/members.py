@@ -76,6 +76,8 @@ class Member:
     reported: bool | None = None
     """Its answers say how much was cached; None while nobody knows."""
     silent_answers: int = 0
+    withheld: str | None = None
+    """Why what runs it wants no new requests there."""
     look: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: probe at once."""
 

@@ -138,11 +138,13 @@ class Membership:
             member.poller.respec(spec)
         member.look.set()
 
-    def drain(self, name: WorkerId, *, on: bool) -> None:
-        """No new requests for a member, or new ones again; unknown names are fine."""
+    def withhold(self, name: WorkerId, reason: str | None) -> None:
+        """No new requests for a member, for that reason, or new ones again (None); unknown names are fine."""
         member = self._members.get(name)
-        for worker in member.seats if member is not None else ():
-            self._fleet.drain(worker, self._clock(), on=on)
+        if member is not None:
+            member.withheld = reason
+            for worker in member.seats:
+                self._fleet.withhold(worker, self._clock(), reason=reason)
 
     async def leave(self, name: WorkerId) -> None:
         """Take a member out; unknown names are fine. No new request goes there once this has begun."""
@@ -349,6 +351,8 @@ class Membership:
                 raise
             seat = member.seats[name] = Seat(spec, worker.slot)
             taken.append(seat)
+            if member.withheld is not None:
+                self._fleet.withhold(name, self._clock(), reason=member.withheld)
 
     def _give_up(self, member: Member, seats: Sequence[Seat]) -> None:
         """These workers leave the fleet; nothing writes to their slots any more."""

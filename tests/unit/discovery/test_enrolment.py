@@ -41,8 +41,8 @@ class Members:
         self.there[spec.name] = spec
         self.told.append(f"change {spec.name}")
 
-    def drain(self, name: WorkerId, *, on: bool) -> None:
-        self.told.append(f"{'drain' if on else 'undrain'} {name}")
+    def withhold(self, name: WorkerId, reason: str | None) -> None:
+        self.told.append(f"withhold {name}: {reason}")
 
     async def leave(self, name: WorkerId) -> None:
         self.told.append(f"leave {name}")
@@ -93,11 +93,11 @@ async def test_what_is_said_while_one_leaves_counts(members: Members, enrolment:
 async def test_a_draining_worker_is_drained_then_leaves(members: Members, enrolment: Enrolment) -> None:
     enrolment.listed("kubernetes", [Found(spec(W1))])
     await enrolment.apply()
-    enrolment.listed("kubernetes", [Found(spec(W1), draining=True)])
+    enrolment.listed("kubernetes", [Found(spec(W1), draining="terminating")])
     await enrolment.apply()
     enrolment.listed("kubernetes", [])
     await enrolment.apply()
-    assert members.told == ["expect w1", "drain w1", "leave w1"]
+    assert members.told == ["expect w1", "withhold w1: terminating", "leave w1"]
 
 
 async def test_an_operator_adds_and_takes_out(members: Members, enrolment: Enrolment) -> None:

@@ -42,7 +42,7 @@ def test_it_stays_while_one_source_names_it() -> None:
     roster.listed("config", found(spec("w1", "a")), 1.0)
     roster.listed("kubernetes", found(spec("pod", "a", role=Role.PREFILL)), 1.0)
     roster.listed("config", [], 2.0)
-    assert dict(roster.entries()) == {"pod": (spec("pod", "a", role=Role.PREFILL), False, ("kubernetes",))}
+    assert dict(roster.entries()) == {"pod": (spec("pod", "a", role=Role.PREFILL), None, ("kubernetes",))}
 
 
 def test_a_source_that_cannot_look_empties_nothing() -> None:
@@ -103,13 +103,13 @@ def test_what_has_to_be_done() -> None:
 
 def test_one_that_drains_when_it_is_first_seen_does_not_join() -> None:
     roster = Roster()
-    roster.listed("kubernetes", [Found(spec("w1"), draining=True)], 1.0)
+    roster.listed("kubernetes", [Found(spec("w1"), draining="terminating")], 1.0)
     assert roster.plan({}).join == ()
     roster.listed("config", found(spec("w2")), 1.0)
     there = {entry.spec.name: entry for entry in roster.plan({}).join}
-    roster.listed("kubernetes", [Found(spec("pod", "w2"), draining=True)], 2.0)
+    roster.listed("kubernetes", [Found(spec("pod", "w2"), draining="terminating")], 2.0)
     (changed,) = roster.plan(there).change
-    assert (changed.spec.name, changed.draining) == (W2, True)
+    assert (changed.spec.name, changed.draining) == (W2, "terminating")
 
 
 def test_what_an_operator_took_out_stays_out_until_nobody_names_it() -> None:

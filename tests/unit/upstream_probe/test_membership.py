@@ -195,13 +195,31 @@ async def test_a_change_while_it_joins_is_not_lost(stand: Stand) -> None:
     assert stand.fleet.workers[W1].spec.role is Role.PREFILL
 
 
-async def test_a_worker_that_is_drained_gets_nothing_new(stand: Stand) -> None:
+async def test_a_withheld_worker_gets_nothing_new(stand: Stand) -> None:
+    vllm(stand, 1)
     await stand.membership.add(spec(W1))
-    stand.membership.drain(W1, on=True)
-    assert stand.fleet.workers[W1].state is WorkerState.DRAINING
-    stand.membership.drain(W1, on=False)
-    assert stand.fleet.workers[W1].state is WorkerState.READY
-    stand.membership.drain(W2, on=True)
+    stand.membership.withhold(W1, "not_ready")
+    worker = stand.fleet.workers[W1]
+    assert (worker.state, worker.reason) == (WorkerState.DRAINING, "not_ready")
+    stand.fleet.drain(W1, 1.0, on=True)
+    stand.membership.withhold(W1, None)
+    assert worker.health.state is WorkerState.DRAINING  # the operator's word stays
+    stand.fleet.drain(W1, 1.0, on=False)
+    assert [change.state for change in worker.health.changes] == [WorkerState.DRAINING, WorkerState.READY]
+    stand.membership.withhold(W2, "not_ready")
+
+
+async def test_a_rank_that_appears_on_a_withheld_server_is_withheld(stand: Stand) -> None:
+    vllm(stand, 1)
+    await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
+    stand.membership.withhold(W1, "not_ready")
+    vllm(stand, 2)
+    follow = asyncio.ensure_future(stand.tasks.runs["worker w1"]())
+    async with asyncio.timeout(20):
+        while R1 not in stand.fleet.workers:  # noqa: ASYNC110  a probe away
+            await asyncio.sleep(0.001)
+    follow.cancel()
+    assert {worker.state for worker in stand.fleet.workers.values()} == {WorkerState.DRAINING}
 
 
 async def test_what_a_worker_serves_later_is_found(stand: Stand) -> None:

@@ -1,0 +1,70 @@
+"""The section `discovery`: where workers come from beside the list `workers`."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from gateway.settings.fleet import WorkerTraits
+from gateway.settings.section import Port, Seconds, Section
+
+
+class DnsSettings(WorkerTraits):
+    """Workers behind a DNS name. The keys of `workers`, but `url` and `name`, are for all of them."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9.])?$",
+        max_length=253,
+        description="The name to look up, such as vllm.default.svc.cluster.local.",
+    )
+    type: Literal["a", "srv"] = Field(
+        "a", description="`a`: address records (IPv6 where there are no others); `srv`: SRV records, with ports."
+    )
+    port: Port | None = Field(None, ge=1, description="Port of the workers; none: 8000, or as the SRV record says.")
+    scheme: Literal["http", "https"] = Field("http", description="How workers are talked to.")
+    refresh_s: Seconds = Field(10, ge=0.1, description="Seconds between two lookups.")
+    grace_s: Seconds = Field(
+        30, description="How long the name must have had no addresses at all before its workers leave."
+    )
+    server: str | None = Field(
+        None, description="Address of the name server, `10.0.0.10` or `10.0.0.10:53`; none: the system's."
+    )
+
+    @field_validator("server")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None:
+            name_server(value)
+        return value
+
+
+class DiscoverySettings(Section):
+    """Workers that are found beside those of `workers`."""
+
+    dns: tuple[DnsSettings, ...] = Field((), description="Names whose addresses are workers.")
+
+    @model_validator(mode="after")
+    def _each_once(self) -> DiscoverySettings:
+        asked = [(entry.name, entry.port) for entry in self.dns]
+        for name, port in {one for one in asked if asked.count(one) > 1}:
+            raise ValueError(f"dns: {name} is given twice" + (f" with port {port}" if port else ""))
+        return self
+
+
+def name_server(value: str) -> tuple[str, int]:
+    """Address and port. Raises ValueError for what is no address."""
+    host, port = value, "53"
+    if value.startswith("["):
+        host, _, rest = value[1:].partition("]")
+        port = rest.removeprefix(":") or port
+    elif value.count(":") == 1:
+        host, _, port = value.partition(":")
+    try:
+        number = int(port)
+        if not 0 < number < 65_536:
+            raise ValueError(port)
+        return str(ipaddress.ip_address(host)), number
+    except ValueError as error:
+        raise ValueError(f"{value!r} is no address of a name server; expected one like 10.0.0.10:53") from error
