@@ -27,6 +27,7 @@ _UNITS = {
     "data_parallel_size": "ranks",
     "max_connections": "connections",
     "max_sessions": "sessions",
+    "shards": "shards",
     "failures": "requests",
     "max": "workers",
     "alpha": "factor",
