@@ -28,6 +28,7 @@ _UNITS = {
     "max_connections": "connections",
     "max_sessions": "sessions",
     "shards": "shards",
+    "shard_workers": "workers",
     "failures": "requests",
     "max": "workers",
     "alpha": "factor",
