@@ -13,8 +13,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import SecretStr, ValidationError
 
+from gateway.cli.admin_port import AdminOption, TokenOption, port_of, told
 from gateway.cli.config import config_commands
 from gateway.cli.options import ConfigOption, read_or_exit
+from gateway.cli.traffic import add_traffic_commands
+from gateway.cli.workers import add_worker_commands
 from gateway.config import Sources
 from gateway.credentials import KeySettings, key_hash, make_key
 from gateway.settings import POLICIES
@@ -97,9 +100,8 @@ def explain(
     body: Annotated[
         Path, typer.Argument(help="File with the request body as JSON; - reads standard input.", allow_dash=True)
     ],
-    admin: Annotated[
-        str | None, typer.Option(help="Admin address of the running gateway.", show_default="from the configuration")
-    ] = None,
+    admin: AdminOption = None,
+    token: TokenOption = None,
     path: Annotated[str, typer.Option(help="Inference path the body is for.")] = "/v1/chat/completions",
     session: Annotated[str | None, typer.Option(help="Session id, as x-session-id would carry it.")] = None,
     tenant: Annotated[
@@ -110,31 +112,18 @@ def explain(
 ) -> None:
     """Show where a request would go and why, without running it.
 
-    Asks a running gateway. With an admin token, give the gateway's --config or set KVGATE_AUTH__ADMIN_TOKEN.
-    Every worker's terms are in seconds and the lowest cost wins. Example:
+    Asks a running gateway. Every worker's terms are in seconds and the lowest cost wins. Example:
 
     echo '{"model": "demo", "messages": [{"role": "user", "content": "hi"}]}' | kvgate explain -
     """
-    from gateway.cli.explain import run
+    from gateway.cli import explain as decisions
 
     text = sys.stdin.buffer.read() if str(body) == "-" else _read(body)
     settings = read_or_exit(Sources(config)).settings
-    headers = {"content-type": "application/json"}
-    if settings.auth.admin_token is not None:
-        headers["authorization"] = f"Bearer {settings.auth.admin_token.get_secret_value()}"
-    if session is not None:
-        headers[settings.routing.affinity.header] = session
-    admin = admin or f"http://{settings.server.admin_host}:{settings.server.admin_port}"
-    raise typer.Exit(
-        run(
-            text,
-            admin=admin if "://" in admin else f"http://{admin}",
-            path=path,
-            tenant=tenant,
-            headers=headers,
-            as_json=as_json,
-        )
-    )
+    headers = {} if session is None else {settings.routing.affinity.header: session}
+    with told():
+        port = port_of(settings, admin, token)
+        decisions.explain(port, text, path=path, tenant=tenant, headers=headers, as_json=as_json)
 
 
 def _read(path: Path) -> bytes:
@@ -162,9 +151,7 @@ def doctor(
             "it has seen of them (zero matches, misses, trust, feeds).",
         ),
     ] = None,
-    token: Annotated[
-        str | None, typer.Option(help="Admin token of the gateway.", show_default="auth.admin_token of the settings")
-    ] = None,
+    token: TokenOption = None,
     tokenizer: Annotated[
         list[str] | None,
         typer.Option(
@@ -201,6 +188,7 @@ def doctor(
 
     Exit code: 0 nothing or only info, 1 warnings, 2 errors (a worker that does not answer is one) or wrong usage.
 
+    \b
     kvgate doctor --worker http://10.0.0.1:8000 --tokenizer /models/llama
     kvgate doctor --config kvgate.yaml
     kvgate doctor --admin http://127.0.0.1:8001 --token SECRET
@@ -348,3 +336,7 @@ def demo(
 
     dialects = tuple(Dialect) if dialect == "mixed" else (_choice("dialect", dialect, Dialect),)
     raise typer.Exit(run(duration_s=duration, engines=engines, dialects=dialects, seed=seed, as_json=as_json))
+
+
+add_worker_commands(app)
+add_traffic_commands(app)

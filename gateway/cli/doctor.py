@@ -21,14 +21,15 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from gateway.cli.admin_port import AdminError, port_of
 from gateway.config import ConfigError
-from gateway.doctor import Checked, GatewaySeen, Plan, Tools, ask_gateway, check_fleet, new_prompt, worst
+from gateway.doctor import Checked, GatewaySeen, Plan, Tools, check_fleet, new_prompt, read_gateway, unseen, worst
 from gateway.records import Finding, Severity, WorkerId, WorkerSpec
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.tls import worker_context
 from gateway.settings import Settings
 from gateway.telemetry import set_up_logging
-from gateway.upstream.control import ControlClient, open_control_client
+from gateway.upstream.control import open_control_client
 
 _EXIT = {None: 0, Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 _STYLE = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
@@ -99,7 +100,7 @@ async def _check(settings: Settings, asked: Asked) -> _Report:
     await asyncio.to_thread(tokenizers.load_configured)
     tls = worker_context(settings.worker_tls, [])
     async with open_control_client(timeout_s=min(_REQUEST_S, asked.timeout_s), tls=tls) as client:
-        gateway = await _asked_gateway(settings, asked, client)
+        gateway = await asyncio.to_thread(_asked_gateway, settings, asked)
         specs = _specs(settings, gateway)
         # A gateway compares token ids by itself; here it is done where its tokenizers are known, or could be.
         compares = bool(settings.models) or gateway is None
@@ -128,13 +129,14 @@ async def _check(settings: Settings, asked: Asked) -> _Report:
     return _Report(workers, gateway)
 
 
-async def _asked_gateway(settings: Settings, asked: Asked, client: ControlClient) -> GatewaySeen | None:
+def _asked_gateway(settings: Settings, asked: Asked) -> GatewaySeen | None:
     if asked.admin is None:
         return None
-    token = asked.token
-    if token is None and settings.auth.admin_token is not None:
-        token = settings.auth.admin_token.get_secret_value()
-    return await ask_gateway(asked.admin if "://" in asked.admin else f"http://{asked.admin}", token, client)
+    port = port_of(settings, asked.admin, asked.token)
+    try:
+        return read_gateway(port.get("/admin/workers").encode(), port.get("/metrics").encode())
+    except AdminError as error:
+        return unseen(error.message)
 
 
 def _specs(settings: Settings, gateway: GatewaySeen | None) -> list[WorkerSpec]:

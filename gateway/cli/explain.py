@@ -1,101 +1,93 @@
-"""`kvgate explain`: ask a running gateway for a decision and print it as a table."""
+"""Decisions as tables: `kvgate explain` asks for one that would be made, `kvgate decisions` shows those that were."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-_TIMEOUT_S = 30.0
-_PIPE_COLUMNS = 140
+from gateway.admin.decision_answers import DecisionAnswer, TermsAnswer
+from gateway.cli.admin_port import AdminPort
+from gateway.cli.tables import DASH, columns, console, count, seconds
+
+_TERMS = tuple(TermsAnswer.model_fields)
 
 
-def run(body: bytes, *, admin: str, path: str, tenant: str | None, headers: dict[str, str], as_json: bool) -> int:
-    """Post `body` to `/admin/explain`; print the decision. The exit code: 0, or 1 when the gateway refuses it."""
-    try:
-        answer = httpx.post(
-            f"{admin.rstrip('/')}/admin/explain",
-            params={"path": path} | ({"tenant": tenant} if tenant is not None else {}),
-            content=body,
-            headers=headers,
-            timeout=_TIMEOUT_S,
-        )
-    except httpx.HTTPError as error:
-        typer.echo(
-            f"kvgate: no gateway answers at {admin}: {error}. Is `kvgate serve` running? "
-            "--admin takes its admin port, such as http://127.0.0.1:8001",
-            err=True,
-        )
-        return 1
-    if answer.status_code != 200:
-        typer.echo(f"kvgate: {_message(answer)}", err=True)
-        return 1
+def explain(
+    port: AdminPort, body: bytes, *, path: str, tenant: str | None, headers: Mapping[str, str], as_json: bool
+) -> None:
+    """Post `body` to `/admin/explain` and print the decision. Raises AdminError when the gateway refuses it."""
+    params = {"path": path} | ({"tenant": tenant} if tenant is not None else {})
+    answer = port.ask("POST", "/admin/explain", params=params, body=body, headers=headers)
     if as_json:
-        typer.echo(answer.text)
-        return 0
-    _show(answer.json())
-    return 0
+        typer.echo(answer)
+        return
+    show_decision(console(), port.parse(DecisionAnswer, answer))
 
 
-_HINTS = {
-    "invalid_admin_token": "; explain sends the one of --config or KVGATE_AUTH__ADMIN_TOKEN",
-    "not_found": "; --admin takes the address of the admin port",
-}
-
-
-def _message(answer: httpx.Response) -> str:
-    try:
-        error = answer.json()["error"]
-        return f"{error['message']}{_HINTS.get(error['code'], '')}"
-    except (ValueError, KeyError, TypeError):
-        return f"the admin port answered {answer.status_code}"
-
-
-def _show(decision: dict[str, Any]) -> None:
-    # Columns that do not fit are cut: a file or a pipe has room for all of them.
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-    console.print(
-        f"model [bold]{decision['model']}[/]  pool {decision['pool']}  policy {decision['policy']}  "
-        f"prompt {decision['prompt_tokens']} tokens in blocks of {decision['block_size']} ({decision['mode']}"
-        + (f": {decision['reason']}" if decision.get("reason") else "")
-        + ")"
+def show_decision(out: Console, decision: DecisionAnswer) -> None:
+    """One decision with every candidate's terms, and its outcome when there is one."""
+    why = f": {decision.reason}" if decision.reason else ""
+    shard = "" if decision.shard is None else f"  shard {decision.shard} (home {decision.home_shard})"
+    out.print(
+        f"model [bold]{escape(decision.model)}[/]  pool {escape(decision.pool)}  policy {decision.policy}  prompt "
+        f"{decision.prompt_tokens} tokens in blocks of {decision.block_size} ({decision.mode}{why}){shard}"
     )
-    table = Table(box=None, header_style="bold")
-    for column in (
-        "worker",
-        "overlap",
-        "trust",
-        "cost s",
-        "hit s",
-        "wait s",
-        "own s",
-        "decode s",
-        "evict s",
-        "kv s",
-        "affinity s",
-    ):
-        table.add_column(column, justify="left" if column == "worker" else "right")
-    for row in decision["candidates"]:
-        terms = row["terms"]
-        chosen = row["worker"] == decision["worker"]
+    table = columns("worker", "overlap>", "trust>", *(f"{name.removesuffix('_s')} s>" for name in _TERMS))
+    for row in decision.candidates:
+        chosen = row.worker == decision.worker
+        terms = row.terms.model_dump()
         table.add_row(
-            f"{'-> ' if chosen else '   '}{row['worker']}",
-            str(row["overlap_tokens"]),
-            f"{row['trust']:.2f}",
-            *(
-                f"{terms[k]:.4f}"
-                for k in ("cost", "hit_s", "wait_s", "own_s", "decode_s", "evict_s", "kv_s", "affinity_s")
-            ),
+            f"{'-> ' if chosen else '   '}{escape(row.worker)}",
+            str(row.overlap_tokens),
+            f"{row.trust:.2f}",
+            *(f"{terms[name]:.4f}" for name in _TERMS),
             style="bold green" if chosen else None,
         )
-    console.print(table)
-    for worker, reason in decision.get("excluded", []):
-        console.print(f"   {worker}: not considered: {reason}")
-    console.print(
-        f"predicted hit {decision['predicted_tokens']} tokens, best in the pool {decision['available_tokens']}; "
+    out.print(table)
+    for worker, reason in decision.excluded:
+        out.print(f"   {escape(worker)}: not considered: {escape(reason)}")
+    given_up = f", {decision.forgone_tokens} given up for {decision.forgone_for}" if decision.forgone_tokens else ""
+    out.print(
+        f"predicted hit {decision.predicted_tokens} tokens, best in the pool {decision.available_tokens}{given_up}; "
         "score = alpha*hit - beta*queue - gamma*load, shown as a cost: the lowest wins"
     )
+    ended = decision.outcome
+    if ended is not None:
+        missed = f", missed {ended.missed_tokens} ({ended.miss_cause})" if ended.missed_tokens else ""
+        out.print(
+            f"ended: {ended.result} with {ended.status}, delivered hit {_tokens(ended.delivered_tokens)}{missed}, "
+            f"first byte after {seconds(ended.ttft_s)}, all of it {seconds(ended.duration_s)}"
+        )
+
+
+def decision_table(decisions: Sequence[DecisionAnswer]) -> Table:
+    """Many decisions, a line each."""
+    table = columns(
+        "age>", "request", "model", "worker", "of>", "prompt>", "best>", "predicted>", "delivered>", "miss", "ttft>",
+        "ended",
+    )  # fmt: skip
+    for decision in decisions:
+        ended = decision.outcome
+        table.add_row(
+            seconds(decision.age_s),
+            escape(decision.request_id),
+            escape(decision.model),
+            escape(decision.worker),
+            str(len(decision.candidates)),
+            str(decision.prompt_tokens),
+            str(decision.available_tokens),
+            str(decision.predicted_tokens),
+            DASH if ended is None else _tokens(ended.delivered_tokens),
+            f"[yellow]{ended.miss_cause or 'unknown'}[/]" if ended is not None and ended.missed_tokens else DASH,
+            DASH if ended is None else seconds(ended.ttft_s),
+            "[dim]open[/]" if ended is None else f"{ended.status} {ended.result}",
+        )
+    return table
+
+
+def _tokens(number: int | None) -> str:
+    return DASH if number is None else count(number)

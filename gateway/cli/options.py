@@ -1,4 +1,4 @@
-"""What several commands share: the option that names the file, and how its mistakes are told."""
+"""What several commands share: options, and how mistakes of the configuration are told."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="Configuration file (kvgate.yaml). Environment variables win over it."),
 ]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the gateway's answer as it is, JSON.")]
+
+
+def hands_over(context: typer.Context) -> bool:
+    """Whether a subcommand does the work; it would not see options given before its name, so there may be none."""
+    if context.invoked_subcommand is None:
+        return False
+    sources = [context.get_parameter_source(name) for name in context.params]
+    if any(source is not None and source.name == "COMMANDLINE" for source in sources):
+        raise typer.BadParameter(f"options of {context.invoked_subcommand} go behind its name")
+    return True
 
 
 def read_or_exit(sources: Sources) -> Loaded:

@@ -1,6 +1,7 @@
 """What a running gateway has seen of its workers: members, hits predicted and delivered, causes of misses, feeds.
 
-Asked are `/admin/workers` and `/metrics` of the admin port; judging them is pure. Counts are since the gateway's start.
+Read are the answers of `/admin/workers` and `/metrics` of the admin port; who asks for them is the command. Counts are
+since the gateway's start. No I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import msgspec
 
 from gateway import findings as table
 from gateway.records import Finding, Severity, WorkerId, WorkerSpec
-from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.load_text import read_series
 
 MIN_REQUESTS = 20
@@ -104,27 +104,12 @@ class GatewaySeen:
     problem: Finding | None = None
 
 
-async def ask_gateway(admin: str, token: str | None, client: ControlClient) -> GatewaySeen:
-    """Ask the admin port at this base URL."""
+def read_gateway(workers: bytes, metrics: bytes) -> GatewaySeen:
+    """From the answers of `/admin/workers` and `/metrics`."""
     try:
-        answers = {
-            path: await client.get(f"{admin.rstrip('/')}{path}", api_key=token)
-            for path in ("/admin/workers", "/metrics")
-        }
-    except ProbeFailed as error:
-        return _without(error.message)
-    for path, answer in answers.items():
-        if answer.status == 401:
-            return _without(
-                f"{admin} wants its admin token, and {'none was' if token is None else 'another one was'} given"
-            )
-        if answer.status != 200:
-            return _without(f"{admin}{path} answered {answer.status}; is this the admin port?")
-    try:
-        said = msgspec.json.decode(answers["/admin/workers"].body, type=_Workers)
+        said = msgspec.json.decode(workers, type=_Workers)
     except msgspec.MsgspecError as error:
-        return _without(f"{admin}/admin/workers answered something unexpected ({error}); is this kvgate's admin port?")
-    metrics = answers["/metrics"].body
+        return unseen(f"/admin/workers answered something unexpected ({error}); is this kvgate's admin port?")
     findings: dict[WorkerId, list[Finding]] = {}
     specs: dict[WorkerId, WorkerSpec] = {}
     for member in said.workers:
@@ -138,7 +123,8 @@ async def ask_gateway(admin: str, token: str | None, client: ControlClient) -> G
     return GatewaySeen(tuple(specs.values()), {name: list(dict.fromkeys(many)) for name, many in findings.items()})
 
 
-def _without(problem: str) -> GatewaySeen:
+def unseen(problem: str) -> GatewaySeen:
+    """A gateway that could not be asked."""
     return GatewaySeen((), {}, table.GATEWAY_UNREACHABLE.found(problem=problem))
 
 
