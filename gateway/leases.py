@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from gateway.checks import Basis, Checks
 from gateway.kv import KvIndex, Overlaps, Remembered, Speculation
@@ -57,12 +58,33 @@ class Booking:
     closed: bool = False
 
 
+class Watcher(Protocol):
+    """Is told of every booking, synchronously (`replicas.Journal`; the simulator's in a test of several routers)."""
+
+    def placed(self, booking: Booking) -> None:
+        """It was made."""
+        ...
+
+    def prefilled(self, booking: Booking) -> None:
+        """Its worker has answered: the prefill is over."""
+        ...
+
+    def closed(self, booking: Booking) -> None:
+        """Its request is over. Comes once, also without `prefilled` before it."""
+        ...
+
+    def pinned(self, session: str, worker: Worker) -> None:
+        """The session's latest request went there."""
+        ...
+
+
 class Ledger:
     """Open bookings: counts them on workers and in the index, and takes both back."""
 
-    __slots__ = ("_fading", "_fleet", "_index", "open", "ttl_s")
+    __slots__ = ("_fading", "_fleet", "_index", "open", "ttl_s", "watcher")
 
     def __init__(self, fleet: Fleet, index: KvIndex, ttl_s: float) -> None:
+        self.watcher: Watcher | None = None
         self._fleet = fleet
         self._index = index
         self.ttl_s = ttl_s
@@ -77,13 +99,18 @@ class Ledger:
         self._fleet.reserve(worker, reservation, now)
         speculation = self._index.speculate(worker.slot, blocks, overlaps) if blocks.chains else None
         beside = self._index.speculate(worker.slot, blocks.text) if blocks.text is not None else None
-        return Booking(worker, reservation, speculation, blocks, beside)
+        booking = Booking(worker, reservation, speculation, blocks, beside)
+        if self.watcher is not None:
+            self.watcher.placed(booking)
+        return booking
 
     def prefilled(self, booking: Booking, now: float) -> bool:
         """True when it made good for a failure of the worker."""
         worker, blocks, reservation = booking.worker, booking.blocks, booking.reservation
         credited = worker.health.watched and self._fleet.answered(worker, now, sent_at=reservation.sent_at)
         worker.first_byte(reservation, now)
+        if self.watcher is not None:
+            self.watcher.prefilled(booking)
         if booking.speculation is not None:
             booking.remembered = self._index.remember(worker.slot, blocks, worker.kv_capacity, now)
             if booking.remembered is not None:
@@ -104,6 +131,8 @@ class Ledger:
         self._fleet.ended(booking.worker, ending, sent_at=booking.reservation.sent_at, credited=credited)
         self._fleet.release(booking.worker, booking.reservation, now)
         self._retract(booking)
+        if self.watcher is not None:
+            self.watcher.closed(booking)
 
     def _retract(self, booking: Booking) -> None:
         for speculation in (booking.speculation, booking.beside):

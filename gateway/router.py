@@ -22,7 +22,7 @@ from random import Random
 from gateway.checks import Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.kv import KvIndex, Overlaps
-from gateway.leases import Lease, Ledger, Recent, answers
+from gateway.leases import Lease, Ledger, Recent, Watcher, answers
 from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Row, View, pick
 from gateway.pool import (
     Excluded,
@@ -155,6 +155,10 @@ class Router:
         """Leases not settled yet."""
         return self._ledger.open
 
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` of every booking from now on."""
+        self._ledger.watcher = watcher
+
     def pool(self, model: str) -> Pool:
         """The pool that serves `model`; with "" (SGLang's own paths name no model) the only model's.
 
@@ -218,6 +222,8 @@ class Router:
             choice.pool.retries.request(now)
         if request.session is not None:
             self.sessions.keep(request.session, worker.id, now)
+            if self._ledger.watcher is not None:
+                self._ledger.watcher.pinned(request.session, worker)
         record = Recent(choice.decision)
         self._recent.append(record)
         basis = self._checks.basis(

@@ -42,6 +42,8 @@ DEFAULT_SPECULATIVE_LIMIT: Final = 500_000
 DEFAULT_OFFLOAD_TTL_S: Final = 3600.0
 """Shared stores are large, and what is used is announced again; an hour is a guess on the short side."""
 
+_UNKNOWN: Final = BlockKey(-1)  # stands for a block whose key was not told; keys are unsigned
+
 _EXPIRED_AT_ONCE: Final = 5_000  # some 5 ms; the rest waits for the next turn
 
 _NO_SPANS: Final[Mapping[Slot, int]] = MappingProxyType({})
@@ -308,6 +310,16 @@ class KvIndex:
             self._speculative.promise(worker.promises, keys, length, parts)
             if self._truncation is not None and self._truncation.watches(self._total):
                 self._truncation.ask(keys[:length])
+        return Speculation(worker.promises, parts)
+
+    def speculate_end(self, slot: Slot, keys: Sequence[BlockKey], first: int) -> Speculation:
+        """As `speculate`, where only the end of a chain is known: `keys` are its blocks from number `first` on."""
+        worker = self._workers.get(slot)
+        if worker is None:
+            return Speculation(Promises(1 << slot), [])
+        parts: list[Part] = []
+        run = first + run_of(keys, worker.bit, self._placement.masks[0])
+        self._speculative.promise(worker.promises, [_UNKNOWN] * first + list(keys), run, parts, first=first)
         return Speculation(worker.promises, parts)
 
     def _promises(self, slot: Slot) -> Container[BlockKey]:

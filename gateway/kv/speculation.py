@@ -211,6 +211,11 @@ class Speculation:
         """Keys it covers; 0 once it was retracted."""
         return sum(length for _, length in self._parts)
 
+    @property
+    def start(self) -> int | None:
+        """Place in its chain of the first block it covers; None when it covers none."""
+        return min((stretch.start for stretch, _ in self._parts), default=None)
+
     def take(self) -> list[Part]:
         """What it stands on; empties the handle."""
         parts, self._parts = self._parts, []
@@ -229,11 +234,13 @@ class SpeculativeBlocks:
         self._limit = limit
         self.truncated = 0
 
-    def promise(self, promises: Promises, keys: Sequence[BlockKey], run: int, parts: list[Part]) -> None:
-        """Cover the chain `keys`, of which the worker has the first `run`, promised ones included. What the
-        speculation stands on is added to `parts`."""
+    def promise(
+        self, promises: Promises, keys: Sequence[BlockKey], run: int, parts: list[Part], *, first: int = 0
+    ) -> None:
+        """Cover the chain `keys`, of which the worker has the first `run`, promised ones included; what lies before
+        `first` is not known and left alone. What the speculation stands on is added to `parts`."""
         shared = run if promises.held else 0
-        while shared:
+        while shared > first:
             stretch = promises.ending_at(keys, shared)
             if stretch is None:
                 break

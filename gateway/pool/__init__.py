@@ -4,13 +4,14 @@ from gateway.pool.eligible import Excluded, admits, eligible
 from gateway.pool.fleet import ANY_MODEL, MAX_WORKERS, Fleet, FleetSettings, Pool, ServedModel
 from gateway.pool.health import Breaker, HealthSettings, RetryBudget, WorkerState
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
-from gateway.pool.sessions import Sessions
+from gateway.pool.sessions import Sessions, session_digest
 from gateway.pool.shards import Shard, ShardSettings, order
-from gateway.pool.worker import STALE_S, Reservation, Worker
+from gateway.pool.worker import NOTHING_SENT, STALE_S, Reservation, Sent, Worker
 
 __all__ = [
     "ANY_MODEL",
     "MAX_WORKERS",
+    "NOTHING_SENT",
     "STALE_S",
     "Breaker",
     "Excluded",
@@ -23,6 +24,7 @@ __all__ = [
     "PrefillRates",
     "Reservation",
     "RetryBudget",
+    "Sent",
     "ServedModel",
     "Sessions",
     "Shard",
@@ -32,4 +34,5 @@ __all__ = [
     "admits",
     "eligible",
     "order",
+    "session_digest",
 ]

@@ -11,18 +11,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from xxhash import xxh3_64_intdigest
+
 from gateway.records import WorkerId
 
 
-class Sessions:
-    """Session name -> worker, least recently used first."""
+def session_digest(session: str) -> int:
+    """A session's name as other replicas know it: unsigned 64 bits. Short, no secret."""
+    return xxh3_64_intdigest(session.encode("utf-8", "surrogatepass"))
 
-    __slots__ = ("_counts", "_max", "_records", "_ttl_s")
+
+class Sessions:
+    """Session name -> worker, least recently used first; beside it, by digest, what other replicas told."""
+
+    __slots__ = ("_counts", "_max", "_records", "_told", "_ttl_s")
 
     def __init__(self, *, max_sessions: int = 1_000_000, ttl_s: float = 3600.0) -> None:
         self._max = max_sessions
         self._ttl_s = ttl_s
         self._records: OrderedDict[str, tuple[WorkerId, float]] = OrderedDict()
+        self._told: OrderedDict[int, tuple[WorkerId, float]] = OrderedDict()
         self._counts: dict[WorkerId, int] = {}
         """Records of each worker, so that nobody has to walk a million of them."""
 
@@ -36,7 +44,7 @@ class Sessions:
 
     def find(self, session: str, now: float) -> WorkerId | None:
         """The worker of the session's last request, None without one inside the life time."""
-        record = self._records.get(session)
+        record = self._latest(session)
         if record is None or now - record[1] > self._ttl_s:
             return None
         return record[0]
@@ -58,16 +66,32 @@ class Sessions:
 
     def record(self, session: str, now: float) -> tuple[WorkerId, float] | None:
         """Worker of the session's last request and seconds since; None as for `find`."""
-        record = self._records.get(session)
+        record = self._latest(session)
         if record is None or now - record[1] > self._ttl_s:
             return None
         return record[0], now - record[1]
 
+    def told(self, digest: int, worker: WorkerId, now: float) -> None:
+        """Another replica sent the session of this digest to `worker`; the later of its record and ours counts."""
+        self._told[digest] = (worker, now)
+        self._told.move_to_end(digest)
+        if len(self._told) > self._max:
+            self._told.popitem(last=False)
+
+    def _latest(self, session: str) -> tuple[WorkerId, float] | None:
+        record = self._records.get(session)
+        if self._told:
+            told = self._told.get(session_digest(session))
+            if told is not None and (record is None or told[1] > record[1]):
+                return told
+        return record
+
     def forget(self, session: str) -> bool:
         """Remember nothing of a session; False when nothing was."""
+        told = self._told.pop(session_digest(session), None)
         record = self._records.pop(session, None)
         if record is None:
-            return False
+            return told is not None
         self._drop(record[0])
         return True
 
@@ -81,6 +105,10 @@ class Sessions:
             if oldest[1] >= limit:
                 break
             self._drop(records.popitem(last=False)[1][0])
+            gone += 1
+        told = self._told
+        while told and next(iter(told.values()))[1] < limit:
+            told.popitem(last=False)
             gone += 1
         return gone
 

@@ -10,11 +10,13 @@ Rules:
    run out at the head (`settle_due`).
 5. KV room is the last poll plus what we placed and ended since. A poll older than `stale_s` says nothing: then only
    our own reservations count.
-6. Requests the worker has beyond ours are another client's. They are priced at what such a request costs here on
-   average, with the hit rate the worker shows, never as cold ones.
-
+6. Requests the worker has beyond ours and those of other replicas are another client's. They are priced at what such a
+   request costs here on average, with the hit rate the worker shows, never as cold ones.
 7. Speed is learned per *predicted* new token, from busy periods as a whole: what is learned is what the next prediction
    needs, also where the tokens are estimated or the worker shows no cache events.
+8. What other replicas have sent there (`others`) counts as ours does: an engine works on one queue, whoever filled it.
+   So the wait is over both, and what has run is taken off once. Polls show their requests too, and are corrected for
+   them as for ours. A busy period they had a part in says nothing about speed.
 
 It does not decide where requests go, and it takes no clock: `now` is an argument, in seconds.
 """
@@ -24,6 +26,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gateway.pool.evidence import Check
 from gateway.pool.health import Health, WorkerState
@@ -70,6 +73,26 @@ class Reservation:
     def kv_tokens(self) -> int:
         """Room it takes beyond what was cached."""
         return self.new_tokens + self.output_tokens
+
+
+class Sent(NamedTuple):
+    """What was sent to a worker and is not over, by this replica or by others: open requests, prefill seconds queued
+    and those of the head, which is computed since `head_since`, uncached prompt tokens queued; KV room taken (tokens),
+    what of it belongs to requests behind the head, and what is for answers. `stored_rate`: tokens a second that went
+    into its cache lately."""
+
+    requests: int = 0
+    pending_s: float = 0.0
+    head_s: float = 0.0
+    head_since: float = 0.0
+    tokens: int = 0
+    kv_tokens: int = 0
+    queued_kv: int = 0
+    output_tokens: int = 0
+    stored_rate: float = 0.0
+
+
+NOTHING_SENT = Sent()
 
 
 @dataclass(slots=True)
@@ -146,7 +169,15 @@ class Worker:
     speed: Slowdown = field(default_factory=Slowdown)
     belief: Trust = field(default_factory=Trust)
     """What `trust` is made of."""
+    others: Sent = NOTHING_SENT
+    """What the other replicas have sent, all together."""
 
+    _own_s: float = 0.0
+    _own_head_s: float = 0.0
+    _own_since: float = 0.0
+    _beyond: float = 0.0
+    _others_polled_kv: int = 0
+    """KV room of other replicas' requests at the last poll."""
     _pending: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
     _period: _Period | None = None
     _open_kv: int = 0
@@ -189,12 +220,13 @@ class Worker:
             self._lead(reservation, now)
             self._period = _Period(now)
         period = self._period
-        if period is not None and (crowded or self.foreign_s or not reservation.streamed):
+        if period is not None and (crowded or self._disturbed or not reservation.streamed):
             period.clean = False
         self._pending[id(reservation)] = reservation
         self.inflight_requests += 1
         self.inflight_tokens += reservation.new_tokens
-        self.pending_s += reservation.prefill_s
+        self._own_s += reservation.prefill_s
+        self._sum_waits()
         self._open_kv += reservation.kv_tokens
         self._open_output += reservation.output_tokens
         if self._polled_kv is not None:
@@ -239,7 +271,7 @@ class Worker:
         """Requests without a stream leave the head of the queue when their estimated prefill has run out."""
         while self._pending:
             head = next(iter(self._pending.values()))
-            ends = self.head_since + head.prefill_s
+            ends = self._own_since + head.prefill_s
             if head.streamed or ends > now:
                 return
             self._prefilled(head, ends)
@@ -261,20 +293,69 @@ class Worker:
         del pending[id(reservation)]
         self.inflight_tokens -= reservation.new_tokens
         if not pending:
-            self.pending_s = self.head_s = 0.0
-            return
-        self.pending_s = max(0.0, self.pending_s - reservation.prefill_s)
-        if led:
-            self._lead(next(iter(pending.values())), now)
+            self._own_s = self._own_head_s = 0.0
+        else:
+            self._own_s = max(0.0, self._own_s - reservation.prefill_s)
+            if led:
+                self._lead(next(iter(pending.values())), now)
+        self._sum_waits()
 
     def _lead(self, reservation: Reservation, now: float) -> None:
-        self.head_s = reservation.prefill_s
-        self.head_since = now
+        self._own_head_s = reservation.prefill_s
+        self._own_since = now
+
+    def _sum_waits(self) -> None:
+        """What is queued here, by anybody. The engine began what it computes now when the last prefill ended that any
+        replica saw; the longest head may be the one."""
+        others = self.others
+        if not others.pending_s:
+            self.pending_s, self.head_s, self.head_since = self._own_s, self._own_head_s, self._own_since
+        elif not self._pending:
+            self.pending_s, self.head_s, self.head_since = others.pending_s, others.head_s, others.head_since
+        else:
+            self.pending_s = self._own_s + others.pending_s
+            self.head_s = max(self._own_head_s, others.head_s)
+            self.head_since = max(self._own_since, others.head_since)
+
+    @property
+    def _disturbed(self) -> bool:
+        """Others' prefills stand in the queue too."""
+        return self.foreign_s > 0.0 or self.others.pending_s > 0.0
+
+    # ---------------------------------------------------------------- other replicas
+
+    def sent(self, now: float) -> Sent:
+        """What this replica has sent, for the others."""
+        queued = self._queued_kv()
+        return Sent(
+            self.inflight_requests,
+            self._own_s,
+            self._own_head_s,
+            self._own_since,
+            self.inflight_tokens,
+            self._open_kv,
+            queued,
+            self._open_output,
+            self._stored.read(now),
+        )
+
+    def share(self, others: Sent, now: float) -> None:
+        """What the other replicas have sent has changed."""
+        self.others = others
+        if others.pending_s and self._period is not None:
+            self._period.clean = False
+        self.foreign_requests = self._beyond + others.requests
+        self._sum_waits()
+        self._refresh(now)
+
+    def _queued_kv(self) -> int:
+        """Room that our requests behind the head will take."""
+        return sum(waiting.kv_tokens for waiting in list(self._pending.values())[1:])
 
     def _next_period(self, now: float) -> _Period:
         """A period that begins while others wait: clean when none of what makes one unclean is there already."""
         crowded = self.kv_capacity and self.kv_tokens > _CROWDED * self.kv_capacity
-        return _Period(now, clean=not (crowded or self.foreign_s))
+        return _Period(now, clean=not (crowded or self._disturbed))
 
     def _learn(self, period: _Period, now: float) -> None:
         if period.clean:
@@ -309,8 +390,9 @@ class Worker:
         if sample.kv_blocks is not None:
             self._fit_capacity()
         if self.kv_capacity:
-            queued = sum(waiting.kv_tokens for waiting in list(self._pending.values())[1:])
+            queued = self._queued_kv() + self.others.queued_kv
             self._polled_kv = int(min(max(sample.kv_usage, 0.0), 1.0) * self.kv_capacity) + queued
+            self._others_polled_kv = self.others.kv_tokens
         if before is not None:
             self._observe_hits(before, sample)
         self._observe_foreign(sample, now)
@@ -327,10 +409,12 @@ class Worker:
     def _observe_foreign(self, sample: LoadSample, now: float) -> None:
         """Work beyond ours, believed once two polls in a row show it: one poll may catch a request between its end on
         the worker and its end here."""
-        beyond = max(0.0, sample.running + sample.waiting - self.inflight_requests)
-        self.foreign_requests = min(beyond, self._foreign_seen)
+        known = self.inflight_requests + self.others.requests
+        beyond = max(0.0, sample.running + sample.waiting - known)
+        self._beyond = min(beyond, self._foreign_seen)
         self._foreign_seen = beyond
-        queued = min(self.foreign_requests, sample.waiting)
+        self.foreign_requests = self._beyond + self.others.requests
+        queued = min(self._beyond, sample.waiting)
         self.foreign_since = now
         self.foreign_s = 0.0
         if queued:
@@ -345,7 +429,8 @@ class Worker:
         self.settle_due(now)
         if self.loaded_at is not None and now - self.loaded_at > self.stale_s:
             self.load = self.loaded_at = self._polled_kv = None
-            self.foreign_s = self.foreign_requests = self._foreign_seen = 0.0
+            self.foreign_s = self._beyond = self._foreign_seen = 0.0
+            self.foreign_requests = float(self.others.requests)
         self.belief.tick(now)
         self.trust = self.belief.factor
         self._refresh(now)
@@ -371,10 +456,14 @@ class Worker:
         The idle age of the next victim is taken from turnover: idle cached tokens / tokens stored per second
         (Little's law; exact for a cache whose blocks are used once, too old by the time blocks were in use otherwise).
         """
-        self.kv_tokens = self._open_kv if self._polled_kv is None else self._polled_kv
-        self.unindexed_tokens = self.inflight_tokens + self._open_output
+        others = self.others
+        if self._polled_kv is None:
+            self.kv_tokens = self._open_kv + others.kv_tokens
+        else:
+            self.kv_tokens = max(0, self._polled_kv + others.kv_tokens - self._others_polled_kv)
+        self.unindexed_tokens = self.inflight_tokens + self._open_output + others.tokens + others.output_tokens
         if not self.kv_capacity:
             return
         idle = max(0, self.kv_capacity - self.kv_tokens)
-        flow = self._stored.read(now)
+        flow = self._stored.read(now) + others.stored_rate
         self.evict_discount = math.exp(-idle / (flow * FORGET_S)) if flow > 0.0 else 0.0

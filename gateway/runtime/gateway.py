@@ -43,6 +43,7 @@ from gateway.runtime.health import HealthWatch
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
+from gateway.runtime.sharing import share
 from gateway.runtime.sources import sources_of
 from gateway.runtime.supervisor import Supervisor
 from gateway.runtime.tls import Certificate, server_context, watch, worker_context
@@ -104,6 +105,7 @@ class Gateway:
         self.router = Router(
             self.fleet, self.index, parts.policy(settings, rng=rng), rng=rng, settings=parts.router_settings(settings)
         )
+        self.sharing = share(settings, self.router, self.index, clock=clock, rng=rng)
         self._certificates: list[Certificate] = []
         self._worker_tls = worker_context(settings.worker_tls, self._certificates)
         self.upstream = Upstream(clock=clock, tls=self._worker_tls, timeouts=parts.worker_timeouts(settings))
@@ -175,6 +177,9 @@ class Gateway:
                 self.supervisor.start(f"tokenise {number}", self.tokenizing.run)
         self._started_at = self.clock()
         self.supervisor.start("expire", self._expire)
+        if self.sharing is not None:
+            self.sharing.start(self.supervisor)
+            stack.push_async_callback(self.sharing.stop)
         if self._requests_log is not None:
             log = self._requests_log
             self.supervisor.start("log", lambda: self._flush_log(log))
@@ -270,6 +275,8 @@ class Gateway:
             await asyncio.sleep(next_tick(loop.time(), _EXPIRE_EVERY_S) - loop.time())
             now = self.clock()
             self.router.expire(now)
+            if self.sharing is not None:
+                self.sharing.tick(now)
             self.refresh.tick(now)
             self.health.tick(now)
 
@@ -283,6 +290,7 @@ class Gateway:
             edge=self.edge,
             tokenizing=self.tokenizing,
             supervisor=self.supervisor,
+            sharing=self.sharing,
             clock=self.clock,
         )
         process = CollectorRegistry()

@@ -9,8 +9,9 @@ from gateway.edge import Edge
 from gateway.kv import KvIndex
 from gateway.pool import Breaker, Fleet, WorkerState
 from gateway.records import Tier
+from gateway.runtime.sharing import Sharing
 from gateway.runtime.supervisor import Supervisor
-from gateway.telemetry import ClientReading, FeedReading, IndexReading, PoolReading, WorkerReading
+from gateway.telemetry import ClientReading, FeedReading, IndexReading, PoolReading, ReplicaReading, WorkerReading
 from gateway.upstream.http import Upstream
 from gateway.upstream.members import Seat
 from gateway.upstream.membership import Membership
@@ -36,6 +37,7 @@ class GatewayReadings:
         edge: Edge,
         tokenizing: EngineTokenizing,
         supervisor: Supervisor,
+        sharing: Sharing | None,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -45,6 +47,7 @@ class GatewayReadings:
         self._edge = edge
         self._tokenizing = tokenizing
         self._supervisor = supervisor
+        self._sharing = sharing
         self._clock = clock
 
     def workers(self) -> Iterable[WorkerReading]:
@@ -110,6 +113,10 @@ class GatewayReadings:
             learned_dropped=stats.approximate.dropped,
             tokens_asked=self._tokenizing.results,
         )
+
+    def replicas(self) -> ReplicaReading | None:
+        """What is shared with other replicas; None without a store."""
+        return None if self._sharing is None else self._sharing.reading()
 
     def task_restarts(self) -> int:
         """Failures of background tasks since the start."""

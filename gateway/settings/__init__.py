@@ -16,6 +16,7 @@ from gateway.settings.fleet import (
     default_worker_name,
     worker_url,
 )
+from gateway.settings.replicas import RedisSettings
 from gateway.settings.requests import (
     POLICIES,
     AffinitySettings,
@@ -41,6 +42,7 @@ __all__ = [
     "LoadSettings",
     "ModelSettings",
     "PhaseSettings",
+    "RedisSettings",
     "RetrySettings",
     "RoutingSettings",
     "ServerSettings",

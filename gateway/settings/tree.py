@@ -9,6 +9,7 @@ from gateway.credentials import WorkerTls
 from gateway.records import WorkerSpec
 from gateway.settings.discovery import DiscoverySettings
 from gateway.settings.fleet import HealthSettings, LoadSettings, ModelSettings, WorkerSettings
+from gateway.settings.replicas import RedisSettings
 from gateway.settings.requests import IndexSettings, RetrySettings, RoutingSettings, TimeoutSettings
 from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, is_loopback
 
@@ -38,6 +39,7 @@ class Settings(BaseSettings):
     retries: RetrySettings = RetrySettings()
     health: HealthSettings = HealthSettings()
     load: LoadSettings = LoadSettings()
+    redis: RedisSettings = RedisSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @classmethod

@@ -7,7 +7,16 @@ Face: `RequestMetrics` (counts outcomes), `Readings` (what owners say), `Exposit
 from gateway.telemetry.exposition import CONTENT_TYPE, Exposition
 from gateway.telemetry.log import Logs, RequestLog, set_up_logging
 from gateway.telemetry.metrics import describe_metrics
-from gateway.telemetry.readings import ClientReading, FeedReading, IndexReading, PoolReading, Readings, WorkerReading
+from gateway.telemetry.readings import (
+    ClientReading,
+    FeedReading,
+    IndexReading,
+    PeerReading,
+    PoolReading,
+    Readings,
+    ReplicaReading,
+    WorkerReading,
+)
 from gateway.telemetry.requests import RequestMetrics
 
 __all__ = [
@@ -17,8 +26,10 @@ __all__ = [
     "FeedReading",
     "IndexReading",
     "Logs",
+    "PeerReading",
     "PoolReading",
     "Readings",
+    "ReplicaReading",
     "RequestLog",
     "RequestMetrics",
     "WorkerReading",

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from gateway.records import TrustState
 from gateway.telemetry import metrics as m
 from gateway.telemetry.metrics import MetricSpec
-from gateway.telemetry.readings import FeedReading, Readings, WorkerReading
+from gateway.telemetry.readings import FeedReading, Readings, ReplicaReading, WorkerReading
 from gateway.telemetry.requests import Histogram, RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -52,6 +52,7 @@ class Exposition:
         page.family(m.INDEX_LEARNED_DROPPED, [((reason,), n) for reason, n in index.learned_dropped.items()])
         page.family(m.TOKENIZE_QUESTIONS, [((result,), n) for result, n in index.tokens_asked.items()])
         page.family(m.TASK_RESTARTS, [((), self._readings.task_restarts())])
+        _write_replicas(page, self._readings.replicas())
         _write_feeds(page, list(self._readings.feeds()))
         return page.text() + generate_latest(self._process)
 
@@ -98,6 +99,17 @@ def _write_workers(page: _Page, workers: Sequence[WorkerReading]) -> None:
     page.family(m.ACCOUNTING_DRIFT, [((w.worker,), w.inflight_requests - w.open_streams) for w in workers])
     page.family(m.INDEX_LEARNED, [((w.worker,), w.learned_blocks) for w in workers])
     page.family(m.INDEX_BLOCKS, [((w.worker, tier), n) for w in workers for tier, n in w.blocks.items()])
+
+
+def _write_replicas(page: _Page, reading: ReplicaReading | None) -> None:
+    shared = [reading] if reading is not None else []
+    page.family(m.STORE_UP, [((), int(r.up)) for r in shared])
+    page.family(m.REPLICA_PEERS, [((), len(r.peers)) for r in shared])
+    page.family(m.REPLICA_LAG, [((), r.lag_s) for r in shared])
+    page.family(m.REPLICA_MESSAGES, [((way,), n) for r in shared for way, n in r.messages.items()])
+    page.family(m.REPLICA_BYTES, [((way,), n) for r in shared for way, n in r.bytes.items()])
+    page.family(m.REPLICA_IGNORED, [((reason,), n) for r in shared for reason, n in r.ignored.items()])
+    page.family(m.REPLICA_UNTOLD, [((), r.untold) for r in shared])
 
 
 def _write_feeds(page: _Page, feeds: Sequence[FeedReading]) -> None:

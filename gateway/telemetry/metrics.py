@@ -204,6 +204,32 @@ TASK_RESTARTS = _spec(
     (),
     "Background tasks that failed and were started again; the log has each one's name and traceback.",
 )
+STORE_UP = _spec(
+    "store_up",
+    Kind.GAUGE,
+    (),
+    "1 while messages to other replicas go through the store and come back, else 0; absent without a store.",
+)
+REPLICA_PEERS = _spec("replica_peers", Kind.GAUGE, (), "Other replicas heard lately.")
+REPLICA_LAG = _spec(
+    "replica_lag_seconds",
+    Kind.GAUGE,
+    (),
+    "Time this replica's last state took through the store and back; absent while the store is down.",
+)
+REPLICA_MESSAGES = _spec(
+    "replica_messages_total", Kind.COUNTER, ("direction",), "Messages sent and heard, own included."
+)
+REPLICA_BYTES = _spec("replica_bytes_total", Kind.COUNTER, ("direction",), "Bytes of these messages.")
+REPLICA_IGNORED = _spec(
+    "replica_ignored_total",
+    Kind.COUNTER,
+    ("reason",),
+    "Messages and placements of other replicas that were of no use, by reason; `version`: another release of them.",
+)
+REPLICA_UNTOLD = _spec(
+    "replica_untold_total", Kind.COUNTER, (), "Placements not told to others because too many were open."
+)
 KV_EVENTS = _spec("kv_events_total", Kind.COUNTER, ("worker", "type"), "KV events received, by type.")
 KV_EVENT_GAPS = _spec("kv_event_gaps_total", Kind.COUNTER, ("worker",), "Gaps in the sequence of event messages.")
 KV_EVENT_REPLAYS = _spec(
@@ -302,6 +328,13 @@ METRICS: tuple[MetricSpec, ...] = (
     INDEX_LEARNED_DROPPED,
     TOKENIZE_QUESTIONS,
     TASK_RESTARTS,
+    STORE_UP,
+    REPLICA_PEERS,
+    REPLICA_LAG,
+    REPLICA_MESSAGES,
+    REPLICA_BYTES,
+    REPLICA_IGNORED,
+    REPLICA_UNTOLD,
     KV_EVENTS,
     KV_EVENT_GAPS,
     KV_EVENT_REPLAYS,

@@ -116,6 +116,38 @@ class ClientReading:
     turned_away: int
 
 
+@dataclass(frozen=True, slots=True)
+class PeerReading:
+    """Another replica: seconds since it was heard and since it was heard first, its open requests, its placements known
+    here, and messages of it that never came."""
+
+    number: str
+    silent_s: float
+    known_s: float
+    requests: int
+    placements: int
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReading:
+    """What is shared with other replicas. `lag_s` is how long this one's last state took through the store and back,
+    None while the store is down, and then `error` says why. `messages` and `bytes` are by direction (`sent`, `heard`),
+    `ignored` what was of no use, by reason; `untold` counts placements that were not told because too many were open.
+    """
+
+    number: str
+    store: str
+    up: bool
+    lag_s: float | None
+    error: str | None
+    messages: Mapping[str, int]
+    bytes: Mapping[str, int]
+    ignored: Mapping[str, int]
+    untold: int
+    peers: tuple[PeerReading, ...]
+
+
 class Readings(Protocol):
     """The owners, as metrics see them."""
 
@@ -137,6 +169,10 @@ class Readings(Protocol):
 
     def index(self) -> IndexReading:
         """The index."""
+        ...
+
+    def replicas(self) -> ReplicaReading | None:
+        """What is shared with other replicas; None without a store."""
         ...
 
     def task_restarts(self) -> int:

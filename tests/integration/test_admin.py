@@ -152,6 +152,9 @@ class Readings:
         self.workers, self.feeds, self.index = gateway.workers, gateway.feeds, gateway.index_reading
         self.pools = gateway.pools
 
+    def replicas(self) -> None:
+        return None
+
     def task_restarts(self) -> int:
         return 3
 

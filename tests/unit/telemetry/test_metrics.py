@@ -18,7 +18,9 @@ from gateway.telemetry import (
     Exposition,
     FeedReading,
     IndexReading,
+    PeerReading,
     PoolReading,
+    ReplicaReading,
     RequestMetrics,
     WorkerReading,
     describe_metrics,
@@ -71,6 +73,20 @@ class Numbers:
 
     def pools(self) -> Iterable[PoolReading]:
         return [PoolReading("llama", 2, True, 3)]
+
+    def replicas(self) -> ReplicaReading | None:
+        return ReplicaReading(
+            "01",
+            "server redis:6379",
+            True,
+            0.002,
+            None,
+            {"sent": 4, "heard": 9},
+            {"sent": 400, "heard": 900},
+            {"version": 2},
+            1,
+            (PeerReading("02", 0.5, 60.0, 3, 1, 0),),
+        )
 
     def task_restarts(self) -> int:
         return 3
