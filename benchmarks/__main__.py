@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decision, index, prefix, radix_peer, relay, request, scoring
+from benchmarks import decision, index, prefix, radix_peer, relay, request, scoring, scrape
 from gateway.runtime.garbage import tune_garbage_collection
 
 TRACES = Path(__file__).parent.parent / "tests" / "golden" / "traces"
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=("relay", "request", "approximate", "prefix", "index", "lookup", "decision", "scoring"),
+        choices=("relay", "request", "approximate", "prefix", "index", "lookup", "decision", "scoring", "scrape"),
     )
     parser.add_argument(
         "--dynamo-python", type=Path, help="Python of an environment with ai-dynamo-runtime: its radix tree beside ours"
@@ -71,6 +71,7 @@ def main() -> int:
         "index": lambda: index.run(peer=peer()),
         "lookup": lambda: index.lookups(peer=peer()),
         "decision": lambda: decision.measure_decisions(rounds=500 if args.quick else 2000),
+        "scrape": scrape.measure,
         "scoring": lambda: scoring.measure_scoring(args.traces, names=available[:1] if args.quick else available),
     }
     results: dict[str, object] = {"machine": machine()}

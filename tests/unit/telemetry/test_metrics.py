@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,9 @@ class Numbers:
 
     def workers(self) -> Iterable[WorkerReading]:
         return self._workers
+
+    def rename(self, name: WorkerId) -> None:
+        self._workers = [replace(worker, worker=name) for worker in self._workers]
 
     def feeds(self) -> Iterable[FeedReading]:
         return self._feeds
@@ -335,6 +339,30 @@ def test_every_described_metric_is_on_the_page_with_its_labels() -> None:
         for sample in family.samples:
             assert tuple(label for label in sample.labels if label != "le") == labels
     assert not families, "every metric on the page is described"
+
+
+def test_a_page_is_made_in_small_pieces() -> None:
+    workers = [
+        WorkerReading(WorkerId(f"w{number}"), "ready", ("ready", "gone"), inflight_requests=0, inflight_tokens=0,
+                      open_streams=0, trust=1.0)
+        for number in range(700)
+    ]  # fmt: skip
+    requests = RequestMetrics(lambda _: True)
+    for worker in workers[:100]:
+        requests.record(outcome(worker=worker.worker))
+    exposition = Exposition(requests, Numbers(workers), process=CollectorRegistry())
+    pieces = list(exposition.pieces())
+    assert max(piece.count(b"\n") for piece in pieces) <= 400
+    assert b"".join(pieces) == exposition.render()
+
+
+def test_label_texts_of_workers_that_left_are_not_kept() -> None:
+    owners = Numbers([WorkerReading(W1, "ready", ("ready",), 0, 0, 0)])
+    exposition = Exposition(RequestMetrics(lambda _: True), owners, process=CollectorRegistry())
+    assert b'worker="w1"' in exposition.render()
+    owners.rename(W2)
+    assert b'worker="w1"' not in exposition.render()
+    assert all("w1" not in text for text in exposition.label_texts.values())
 
 
 def test_metrics_of_the_process_are_part_of_the_page() -> None:
