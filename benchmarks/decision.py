@@ -16,7 +16,7 @@ from gateway.kv import KvIndex
 from gateway.kv.events import Stored
 from gateway.leases import Lease
 from gateway.policy import make_policy
-from gateway.pool import Fleet
+from gateway.pool import Fleet, FleetSettings, ShardSettings
 from gateway.records import (
     BlockKey,
     Chain,
@@ -69,14 +69,17 @@ def _announce(index: KvIndex, worker: int, prompt: _Prompt, blocks: int) -> None
     index.apply(Slot(worker), 0, [Stored(hashes, None, prompt.tokens[: blocks * BLOCK], BLOCK)])
 
 
-def measure_decisions(*, workers: int = 64, rounds: int = 2000, seed: int = 1) -> dict[str, dict[str, float]]:
+def measure_decisions(
+    *, workers: int = 64, rounds: int = 2000, seed: int = 1, sharding: ShardSettings | None = None
+) -> dict[str, dict[str, float]]:
     """p50 and p99 in microseconds, by state of the index: `route` alone and `route` with `settle`.
 
     States: `cold` (nobody holds anything of the prompt), `shared` (all hold its first 128 blocks), `held` (every
-    worker holds another length of it), `sibling` (half of it is speculative on one worker).
+    worker holds another length of it), `sibling` (half of it is speculative on one worker). `sharding` says when
+    the pool is split.
     """
     rng = Random(seed)
-    fleet, index = Fleet(), KvIndex()
+    fleet, index = Fleet(FleetSettings(sharding=sharding or ShardSettings())), KvIndex()
     for number in range(workers):
         facts = WorkerFacts(EngineKind.VLLM, "", (MODEL,), block_size=BLOCK, kv_blocks=28_000, max_model_len=131_072)
         worker = fleet.add(WorkerSpec(WorkerId(f"w{number}"), f"http://10.0.0.{number}:8000"), facts, 0.0)

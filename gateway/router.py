@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from gateway.checks import Checks
@@ -29,6 +29,7 @@ from gateway.pool import (
     Fleet,
     Pool,
     Reservation,
+    Routes,
     Sessions,
     Shard,
     Worker,
@@ -71,13 +72,14 @@ _OWN_S = Terms._fields.index("own_s")
 class RouterSettings:
     """`read_tokens_per_s` is how fast a worker brings blocks of a slow tier back to its GPU: a first figure for hosts
     over PCIe, local NVMe and the network; a slow-tier overlap only counts where reading beats recomputing.
-    `spill_margin_s` is how much cheaper another shard must be."""
+    `spill_margin_s` is how much cheaper another shard must be, `routes` what the names of models stand for."""
 
     speculative_ttl_s: float = 2.0
     recent_decisions: int = 256
     max_sessions: int = 1_000_000
     session_ttl_s: float = 3600.0
     spill_margin_s: float = 0.5
+    routes: Routes = field(default_factory=Routes)
     cpu_read_tokens_per_s: float = 60_000.0
     disk_read_tokens_per_s: float = 20_000.0
     remote_read_tokens_per_s: float = 40_000.0
@@ -175,6 +177,13 @@ class Router:
             raise UnknownModel.among(model, pools)
         return pool
 
+    def routed(self, request: InferenceRequest) -> InferenceRequest:
+        """The request under the served name that its own name stands for: an alias, or a version by weight."""
+        if not self.settings.routes:
+            return request
+        target = self.settings.routes.target(request.model, request.session, pools=self.fleet.pools, rng=self._rng)
+        return request if target == request.model else replace(request, model=target)
+
     def recent(self) -> Sequence[Recent]:
         """The last decisions, newest first."""
         return tuple(reversed(self._recent))
@@ -218,6 +227,8 @@ class Router:
         )
         booking = self._ledger.book(worker, reservation, blocks, choice.overlaps, now)
         choice.pool.rates.learn_prompt(blocks.tokens)
+        if choice.decision.shard != choice.decision.home_shard:
+            choice.pool.spilled += 1
         if instead_of is None:
             choice.pool.retries.request(now)
         if request.session is not None:

@@ -92,7 +92,7 @@ def decision_routes(views: AdminViews) -> APIRouter:
             tenant=tenant,
             salted=views.tenant_salt,
         )
-        asked = await asyncio.to_thread(parse)  # a long body takes a while
+        asked = views.router.routed(await asyncio.to_thread(parse))  # a long body takes a while
         pool = views.router.pool(asked.model)
         hasher = views.hasher(pool.model)
         if hasher is None:

@@ -145,6 +145,13 @@ def ask_for_usage(body: bytes, request: InferenceRequest) -> bytes:
     return b"".join((body[:end], b',"stream_options":', json.dumps(options).encode(), body[end:]))
 
 
+def ask_for_model(body: bytes, model: str) -> bytes:
+    """The body with another model's name, all other bytes as they were; `body` names one. Of two equal keys the engines
+    take the last, which is this one."""
+    end = body.rindex(b"}")
+    return b"".join((body[:end], b',"model":', json.dumps(model).encode(), body[end:]))
+
+
 def ask_for_rank(body: bytes, rank: int) -> bytes:
     """The body of SGLang's native `/generate` with its data-parallel rank, all other bytes as they were. That path
     takes no header for it; of two equal keys the engine takes the last, which is this one."""

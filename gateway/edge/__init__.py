@@ -2,7 +2,7 @@
 
 Face: `Edge` with its `EdgeSettings` (`EdgeLimits` and `PhaseTimeouts` among them), `Keys` and the `Access` each gives,
 `client_protocol` for `uvicorn.Config(http=...)`, `client_app` for everything that is not inference, `Cors`,
-`request_id_maker`.
+`request_id_maker`, `Shadows`.
 """
 
 from gateway.edge.app import client_app
@@ -10,6 +10,7 @@ from gateway.edge.auth import Access, Keys
 from gateway.edge.gate import Edge, EdgeLimits, EdgeSettings, PhaseTimeouts, request_id_maker
 from gateway.edge.protocol import client_protocol
 from gateway.edge.responses import Cors
+from gateway.edge.shadow import Shadows
 
 __all__ = [
     "Access",
@@ -19,6 +20,7 @@ __all__ = [
     "EdgeSettings",
     "Keys",
     "PhaseTimeouts",
+    "Shadows",
     "client_app",
     "client_protocol",
     "request_id_maker",

@@ -18,20 +18,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.edge.gate import EdgeSettings
 from gateway.edge.responses import EXPOSED_HEADERS, Cors, MethodNotAllowed, error_headers, error_object
 from gateway.errors import GatewayError, NotFound, UnknownModel
-from gateway.pool import Fleet, ServedModel
+from gateway.pool import ServedModel
 from gateway.records import Endpoint
 
 _INFERENCE_PATHS = frozenset(endpoint.value for endpoint in Endpoint)
 
 
 def client_app(
-    fleet: Fleet,
+    models: Callable[[], list[ServedModel]],
     *,
     ready: Callable[[], bool],
     settings: Callable[[], EdgeSettings],
     started_unix: int = 0,
 ) -> FastAPI:
-    """`ready` says whether traffic may come; `started_unix` is the `created` time of the models shown. Of the
+    """`models` are those shown, `started_unix` is their `created` time; `ready` says whether traffic may come. Of the
     `settings` in force: with `keys` models are shown to whom they are allowed; health and readiness are everybody's.
     With `cors` the browsers of web pages are told what they may send, also to the inference paths."""
     app = FastAPI(title="kvgate", docs_url=None, redoc_url=None, openapi_url=None)
@@ -40,12 +40,12 @@ def client_app(
     def allowed(request: Request) -> list[ServedModel]:
         keys = settings().keys
         if keys is None:
-            return fleet.models()
+            return models()
         tenant = keys.find(dict(request.headers.raw), None)
-        return [model for model in fleet.models() if tenant.may_use(model.name)]
+        return [model for model in models() if tenant.may_use(model.name)]
 
     @app.get("/v1/models")
-    async def models(request: Request) -> JSONResponse:
+    async def list_models(request: Request) -> JSONResponse:
         shown = [_model(model, started_unix) for model in allowed(request)]
         return JSONResponse({"object": "list", "data": shown})
 

@@ -123,19 +123,21 @@ class Visit:
         self.tenant = tenant
         self._taken: int | None = None
 
-    def pool(self, router: Router, model: str, now: float) -> Pool:
-        """The pool of the model asked for. Raises UnknownModel also for a model the key is not good for, and names
-        no others; RateLimited; BadRequest for no name among several models."""
+    def pool(self, router: Router, model: str, now: float, *, asked: str | None = None) -> Pool:
+        """The pool of a model. The client `asked` for it under a name that its key must be good for. Raises
+        UnknownModel also for one the key is not good for, and names no others; RateLimited; BadRequest for no name
+        among several models."""
         tenant = self.tenant
         tenant.check(now)
         if tenant.access.models is None:
             return router.pool(model)
-        if model and not tenant.may_use(model):
-            raise self._unknown(model)
+        asked = model if asked is None else asked
+        if asked and not tenant.may_use(asked):
+            raise self._unknown(asked)
         try:
             pool = router.pool(model)
         except UnknownModel:
-            raise self._unknown(model) from None
+            raise self._unknown(asked) from None
         if not model and not tenant.may_use(pool.name):
             raise self._unknown(model)
         return pool

@@ -17,25 +17,23 @@ import functools
 import logging
 from typing import Protocol
 
-from gateway.api import ask_for_salt, ask_for_usage, parse_request
+from gateway.api import ask_for_model, ask_for_salt, ask_for_usage, parse_request
 from gateway.edge.attempts import Attempts, result_of
 from gateway.edge.auth import InvalidKey, Visit
 from gateway.edge.gate import TIMEOUT_HEADER, Edge, asked_seconds
+from gateway.edge.locate import locate
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
 from gateway.errors import (
     GatewayError,
     ShuttingDown,
 )
-from gateway.pool import Pool
-from gateway.prefix import KnownPrompts, tellable
 from gateway.records import (
     Ending,
     Endpoint,
     InferenceRequest,
     Outcome,
     PrefixBlocks,
-    PrefixMode,
     Result,
     StageTimes,
 )
@@ -46,9 +44,6 @@ _log = logging.getLogger("kvgate.edge")
 
 _CLIENT_GONE = 499
 """nginx's code for a client that left before any answer."""
-
-_BYTES_A_TOKEN = 4
-"""For the load estimate of a prompt whose tokens nobody can know."""
 
 _MAX_ID_BYTES = 256
 """A longer x-request-id is replaced, a longer session id ignored: both are kept and logged."""
@@ -73,6 +68,7 @@ class Exchange:
     """Made when a request head is complete; `start` when it is its turn on the connection."""
 
     __slots__ = (
+        "_asked",
         "_asked_s",
         "_body_error",
         "_body_waiter",
@@ -142,7 +138,8 @@ class Exchange:
         self._task: asyncio.Task[None] | None = None
         self._started_at = edge.clock()
         self._parsed_at = self._located_at = self._started_at
-        self._model = ""
+        self._asked = self._model = ""
+        """The model's name as the client wrote it, and the served name it stands for."""
         self._streamed = False
         self._usage_hidden = False
         self._work = Attempts(edge, settings.limits)
@@ -216,6 +213,8 @@ class Exchange:
             request = parse()
         else:
             request = await self._loop.run_in_executor(edge.executor, parse)
+        self._asked = request.model
+        request = edge.router.routed(request)
         self._model = request.model
         self._streamed = request.stream
         self._parsed_at = self._located_at = edge.clock()
@@ -227,22 +226,8 @@ class Exchange:
         if visit is None:
             pool = edge.router.pool(request.model)
         else:
-            pool = visit.pool(edge.router, request.model, edge.clock())
-        hasher = edge.hashers(pool.model)
-        if hasher is None:
-            blocks = PrefixBlocks((), len(body) // _BYTES_A_TOKEN, pool.block_size, PrefixMode.NONE, "no_tokenizer")
-        else:
-            work = hasher.begin(
-                request,
-                block_size=pool.block_size,
-                adapter=pool.adapter,
-                bytes_a_token=pool.rates.bytes_a_token,
-            )
-            if work.pending:
-                await self._loop.run_in_executor(edge.executor, work.encode)
-            blocks = work.blocks()
-            if hasher.known is not None:
-                self._untold = _untold(request, blocks, hasher.known, pool)
+            pool = visit.pool(edge.router, request.model, edge.clock(), asked=self._asked)
+        blocks, self._untold = await locate(edge, request, pool, body_bytes=len(body))
         self._located_at = edge.clock()
         if visit is not None:
             visit.take(blocks.tokens, self._located_at)
@@ -260,10 +245,15 @@ class Exchange:
         )
         if settings.tenant_salt:
             body = ask_for_salt(body, request)
+        if request.model != self._asked:
+            body = ask_for_model(body, request.model)
         if settings.ask_usage:
             asking = ask_for_usage(body, request)
             self._usage_hidden = asking is not body
             body = asking
+        edge = self._edge
+        if edge.shadows is not None and edge.router.settings.routes.shadowing:
+            edge.shadows.offer(self._asked, request, head, body)
         return await self._work.first_answer(
             request,
             blocks,
@@ -524,11 +514,3 @@ class Exchange:
             b"x-request-id: %b\r\nx-kvgate-worker: %b\r\nx-kvgate-predicted-tokens: %d\r\nx-kvgate-retries: %d\r\n"
             % (self._request_id, lease.worker.id.encode(), lease.decision.predicted_tokens, self._work.retries)
         )
-
-
-def _untold(request: InferenceRequest, blocks: PrefixBlocks, known: KnownPrompts, pool: Pool) -> Untold | None:
-    """What an engine may be asked for; None when there is nothing to learn."""
-    text = blocks.text or blocks
-    if not tellable(text) or not known.wants(text, block_size=pool.block_size):
-        return None
-    return Untold(request, text, known, pool.adapter, pool.block_size)

@@ -27,6 +27,7 @@ from gateway.upstream.tokenizing import Untold
 if TYPE_CHECKING:
     # An exchange holds the edge, and the edge the open exchanges.
     from gateway.edge.exchange import Exchange
+    from gateway.edge.shadow import Shadows
 
 
 TIMEOUT_HEADER = b"x-request-timeout-s"
@@ -151,6 +152,8 @@ class Edge:
         self.ask_tokens = ask_tokens
         self.request_ids = request_ids
         self.settings = settings or EdgeSettings(timeouts=PhaseTimeouts(upstream.timeouts))
+        self.shadows: Shadows | None = None
+        """Gets copies of requests where a model has a shadow."""
         self.deadlines = Deadlines(clock, tick_s=tick_s)
         self.exchanges: set[Exchange] = set()
         self.connections = 0

@@ -4,6 +4,7 @@ from gateway.pool.eligible import Excluded, admits, eligible
 from gateway.pool.fleet import ANY_MODEL, MAX_WORKERS, Fleet, FleetSettings, Pool, ServedModel
 from gateway.pool.health import Breaker, HealthSettings, RetryBudget, WorkerState
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
+from gateway.pool.routes import Route, Routes, Shadow, Version
 from gateway.pool.sessions import Sessions, session_digest
 from gateway.pool.shards import Shard, ShardSettings, order
 from gateway.pool.worker import NOTHING_SENT, STALE_S, Reservation, Sent, Worker
@@ -24,11 +25,15 @@ __all__ = [
     "PrefillRates",
     "Reservation",
     "RetryBudget",
+    "Route",
+    "Routes",
     "Sent",
     "ServedModel",
     "Sessions",
+    "Shadow",
     "Shard",
     "ShardSettings",
+    "Version",
     "Worker",
     "WorkerState",
     "admits",

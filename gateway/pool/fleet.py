@@ -58,22 +58,8 @@ class Pool:
     """
 
     __slots__ = (
-        "_shard_of",
-        "adapter",
-        "block_size",
-        "everybody",
-        "for_tenants",
-        "model",
-        "name",
-        "not_ready",
-        "panic",
-        "rates",
-        "retries",
-        "sharding",
-        "shards",
-        "shortest",
-        "spare",
-        "workers",
+        "_shard_of", "adapter", "block_size", "everybody", "for_tenants", "model", "name", "not_ready", "panic",
+        "rates", "retries", "sharding", "shards", "shortest", "spare", "spilled", "workers",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +84,8 @@ class Pool:
         self.sharding = sharding or ShardSettings()
         self.shards: tuple[Shard, ...] = ()
         """The same in slices; empty for a pool that is not split."""
+        self.spilled = 0
+        """Requests that went to another shard than their prefix's."""
         self._shard_of: dict[WorkerId, int] = {}
         self.not_ready: tuple[tuple[WorkerId, str], ...] = ()
         """The others, with the reason."""

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from gateway.admin import AdminViews, Readiness, admin_app
 from gateway.discovery import Enrolment, Roster
-from gateway.edge import Edge, client_app, client_protocol, request_id_maker
+from gateway.edge import Edge, Shadows, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import KvIndex
 from gateway.pool import Fleet
@@ -185,8 +185,11 @@ class Gateway:
             self.supervisor.start("log", lambda: self._flush_log(log))
         if settings.auth.keys_file is not None:
             self.supervisor.start("keys file", access.watch)
+        shadows = self.edge.shadows = Shadows(self.edge, rng=self._rng)
+        for number in range(1, shadows.limits.concurrency + 1):
+            self.supervisor.start(f"shadow {number}", shadows.run)
         app = client_app(
-            self.fleet,
+            lambda: self.router.settings.routes.models(self.fleet.models()),
             ready=lambda: self.readiness().ready,
             settings=lambda: self.edge.settings,
             started_unix=int(time.time()),  # noqa: TID251

@@ -49,7 +49,7 @@ class Tokenizers:
 
     def load_configured(self) -> None:
         """Read every configured tokenizer. Raises ConfigError naming the entry that cannot be read."""
-        for model in {id(m): m for m in self._configured.values()}.values():
+        for model in {id(m): m for m in self._configured.values() if m.says_how_to_cut}.values():
             try:
                 hasher = self._load(model.tokenizer, model)
             except _UNREADABLE as error:

@@ -59,13 +59,14 @@ def policy(settings: Settings, *, rng: Random) -> Policy:
 
 
 def router_settings(settings: Settings) -> RouterSettings:
-    """Promises and sessions."""
+    """Promises, sessions, what names stand for."""
     affinity = settings.routing.affinity
     return RouterSettings(
         speculative_ttl_s=settings.routing.speculative_ttl_s,
         max_sessions=affinity.max_sessions,
         session_ttl_s=affinity.ttl_s,
         spill_margin_s=settings.routing.spill_margin_s,
+        routes=settings.routes(),
     )
 
 

@@ -86,7 +86,7 @@ class GatewayReadings:
     def pools(self) -> Iterable[PoolReading]:
         """Every served model."""
         for name, pool in self._fleet.pools.items():
-            yield PoolReading(name, len(pool.ready), pool.panic, pool.retries.refused)
+            yield PoolReading(name, len(pool.ready), pool.panic, pool.retries.refused, pool.spilled)
 
     def feeds(self) -> Iterable[FeedReading]:
         """Every worker with an event feed."""

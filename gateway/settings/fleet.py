@@ -9,12 +9,26 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, WithJsonSchema, field_validator, model_validator
 
-from gateway.pool import MAX_WORKERS
+from gateway.pool import MAX_WORKERS, Route, Shadow, Version
 from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
 from gateway.settings.section import Seconds, Section
 
 _YAML_OFF = WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}]})
 """YAML 1.1 reads a bare `off` as false."""
+
+
+class VersionSettings(Section):
+    """One of several served names that requests for a model are divided among."""
+
+    model: str = Field(min_length=1, description="The name workers serve it under.")
+    weight: float = Field(1.0, ge=0, le=1_000_000, description="Its share, relative to the others'.")
+
+
+class ShadowSettings(Section):
+    """A served name that gets copies of requests; their answers are dropped."""
+
+    model: str = Field(min_length=1, description="The name workers serve it under.")
+    share: float = Field(0.01, gt=0, le=1, description="Share of the requests that are copied.")
 
 
 class ModelSettings(Section):
@@ -24,7 +38,15 @@ class ModelSettings(Section):
         min_length=1,
         description="The name workers serve it under (see `/v1/models`); `*`: every model without an entry.",
     )
-    aliases: tuple[str, ...] = Field((), description="Other served names of the same model, sharing its tokenizer.")
+    aliases: tuple[str, ...] = Field(
+        (),
+        description="Other names of it: served ones share its tokenizer, requests for one that no worker serves are "
+        "sent on under `name`.",
+    )
+    versions: tuple[VersionSettings, ...] = Field(
+        (), description="Served names that its requests are divided among by weight; a session keeps to one."
+    )
+    shadow: ShadowSettings | None = Field(None, description="Copies some of its requests to another served name.")
     tokenizer: Path | None = Field(
         None, description="Directory with tokenizer.json, tokenizer_config.json and chat_template.jinja."
     )
@@ -45,6 +67,30 @@ class ModelSettings(Section):
         if self.tokenize_at != "here" and self.tokenizer is not None:
             raise ValueError("`tokenizer` is not used with `tokenize_at`; leave one of them out")
         return self
+
+    @model_validator(mode="after")
+    def _routable(self) -> ModelSettings:
+        names = [version.model for version in self.versions]
+        if len(names) != len(set(names)):
+            raise ValueError("versions: one model is named twice")
+        if names and not any(version.weight for version in self.versions):
+            raise ValueError("versions: every weight is 0, so that nobody would get a request")
+        if self.name == "*" and (names or self.shadow is not None or self.aliases):
+            raise ValueError("`aliases`, `versions` and `shadow` need a name, not `*`")
+        return self
+
+    @property
+    def says_how_to_cut(self) -> bool:
+        """Whether it says where token ids come from; else that is found out from the workers."""
+        return self.tokenizer is not None or self.chat_template is not None or self.tokenize_at != "here"
+
+    def routes(self) -> dict[str, Route]:
+        """What its names stand for, where they do not stand for themselves."""
+        shadow = Shadow(self.shadow.model, self.shadow.share) if self.shadow is not None else None
+        versions = tuple(Version(v.model, v.weight) for v in self.versions) or (Version(self.name),)
+        route = Route(versions, shadow)
+        names = self.aliases if not self.versions and shadow is None else (self.name, *self.aliases)
+        return dict.fromkeys(names, route)
 
 
 class WorkerTraits(Section):

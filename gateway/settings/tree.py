@@ -6,6 +6,7 @@ from pydantic import model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gateway.credentials import WorkerTls
+from gateway.pool import Routes
 from gateway.records import WorkerSpec
 from gateway.settings.discovery import DiscoverySettings
 from gateway.settings.fleet import HealthSettings, LoadSettings, ModelSettings, WorkerSettings
@@ -75,6 +76,10 @@ class Settings(BaseSettings):
         for name in {n for n in served if served.count(n) > 1}:
             raise ValueError(f"models: the name {name!r} is used twice")
         return self
+
+    def routes(self) -> Routes:
+        """What the names of models stand for."""
+        return Routes({name: route for model in self.models for name, route in model.routes().items()})
 
     def worker_specs(self) -> list[WorkerSpec]:
         """The configured workers, each with a name of its own."""

@@ -27,7 +27,7 @@ from gateway.kv.events import Removed as BlocksRemoved
 from gateway.kv.events import Stored as BlocksStored
 from gateway.leases import Lease
 from gateway.policy import Policy
-from gateway.pool import Fleet, InterTokenRates, PrefillRates, Worker
+from gateway.pool import Fleet, FleetSettings, InterTokenRates, PrefillRates, ShardSettings, Worker
 from gateway.records import (
     BlockKey,
     Chain,
@@ -142,7 +142,7 @@ class Replay:
     """One run. Construct, `run` once, read the report; `router` and `fleet` stay for a look at what was learned.
 
     `speeds` gives each engine's speed, all 1 by default. `priors` are the speeds the gateway assumes at the start.
-    `sessions` says whether requests carry their session's name.
+    `sessions` says whether requests carry their session's name, `sharding` when the pool is split.
     """
 
     def __init__(
@@ -159,8 +159,9 @@ class Replay:
         speeds: Sequence[float] | None = None,
         priors: tuple[PrefillRates, InterTokenRates] | None = None,
         settings: RouterSettings | None = None,
+        sharding: ShardSettings | None = None,
     ) -> None:
-        self.fleet = Fleet(priors=priors)
+        self.fleet = Fleet(FleetSettings(sharding=sharding or ShardSettings()), priors=priors)
         self.index = KvIndex()
         self.router = Router(self.fleet, self.index, policy, rng=Random(seed), settings=settings)
         self._turns = turns

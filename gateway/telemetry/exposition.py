@@ -68,6 +68,7 @@ class Exposition:
         yield from page.family(m.RETRIES_REFUSED, [((pool.model,), pool.retries_refused) for pool in pools])
         yield from page.family(m.POOL_READY, [((pool.model,), pool.ready) for pool in pools])
         yield from page.family(m.POOL_PANIC, [((pool.model,), int(pool.panic)) for pool in pools])
+        yield from page.family(m.SHARD_SPILLS, [((pool.model,), pool.spilled) for pool in pools])
         yield from page.family(m.CLIENT_CONNECTIONS, [((), clients.connections)])
         yield from page.family(m.CLIENT_BUFFERED, [((), clients.buffered_bytes)])
         yield from page.family(m.CLIENT_TURNED_AWAY, [((), clients.turned_away)])

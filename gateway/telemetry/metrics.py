@@ -121,6 +121,9 @@ POOL_PANIC = _spec(
     ("model",),
     "1 while so many workers are ejected that all are used (health.panic_ratio), else 0.",
 )
+SHARD_SPILLS = _spec(
+    "shard_spills_total", Kind.COUNTER, ("model",), "Requests that went to another shard than their prefix's."
+)
 WORKER_STATE = _spec("worker_state", Kind.GAUGE, ("worker", "state"), "1 for the state the worker is in, else 0.")
 BREAKER_STATE = _spec(
     "breaker_state", Kind.GAUGE, ("worker",), "0 closed, 1 half open (a trial is due), 2 open (the worker is ejected)."
@@ -303,6 +306,7 @@ METRICS: tuple[MetricSpec, ...] = (
     RETRIES_REFUSED,
     POOL_READY,
     POOL_PANIC,
+    SHARD_SPILLS,
     WORKER_STATE,
     BREAKER_STATE,
     WORKER_INFLIGHT_REQUESTS,

@@ -98,12 +98,13 @@ class IndexReading:
 @dataclass(frozen=True, slots=True)
 class PoolReading:
     """The workers of one served model: how many may get requests, whether ejected ones are used for want of others,
-    and how many retries its budget refused."""
+    how many retries its budget refused, and how many requests left the shard of their prefix."""
 
     model: str
     ready: int
     panic: bool
     retries_refused: int
+    spilled: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -403,7 +403,7 @@ async def relay(
             tick_s=0.02,
         )
         config = uvicorn.Config(
-            client_app(fleet, ready=lambda: edge.accepting, settings=lambda: edge.settings),
+            client_app(fleet.models, ready=lambda: edge.accepting, settings=lambda: edge.settings),
             host="127.0.0.1",
             port=0,
             http=client_protocol(edge),
