@@ -74,11 +74,12 @@ async def rig(
     *,
     engine: EngineSettings | None = None,
     each: Sequence[dict[str, Any]] = (),
+    labels: Sequence[dict[str, Any]] = (),
     settings: dict[str, Any] | None = None,
     wait: bool = True,
 ) -> AsyncIterator[Rig]:
     """Start engines and a gateway over them; everything ends with the context. `each` has what differs from `engine`
-    for the first, the second, ..."""
+    for the first, the second, ...; `labels` are further keys of their entries under `workers`."""
     model = engine or fast()
     speech = Speech.load(model.tokenizer)
     async with AsyncExitStack() as stack:
@@ -91,7 +92,10 @@ async def rig(
             workers.append(worker)
         tree: dict[str, Any] = {
             "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0, "drain_timeout_s": 5},
-            "workers": [{"url": worker.url, "name": worker.settings.name} for worker in workers],
+            "workers": [
+                {"url": worker.url, "name": worker.settings.name} | (labels[at] if at < len(labels) else {})
+                for at, worker in enumerate(workers)
+            ],
             "load": {"poll_s": 0.2},
         }
         for section, keys in (settings or {}).items():
