@@ -13,6 +13,9 @@ from gateway.settings.tree import Settings
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 _UNITS = {
+    "shards": "shards",
+    "shard_workers": "workers",
+    "share": "share, 0 to 1",
     "port": "port",
     "_port": "port",
     "_s": "seconds",
