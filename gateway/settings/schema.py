@@ -30,8 +30,6 @@ _UNITS = {
     "data_parallel_size": "ranks",
     "max_connections": "connections",
     "max_sessions": "sessions",
-    "shards": "shards",
-    "shard_workers": "workers",
     "failures": "requests",
     "max": "workers",
     "alpha": "factor",
