@@ -18,7 +18,7 @@ The decoder keeps no state: what a cache group is, which parent is known and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
@@ -125,14 +125,15 @@ class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
     rank: Any = None
 
 
-_POSITIONS: Final = _StoredFields.__struct_fields__
+STORED_POSITIONS: Final = _StoredFields.__struct_fields__
+"""Fields of a store in the order of the array form, after its tag."""
+
 _STORED_FIELDS: Final = _WireStored.__struct_fields__
 _REMOVED_FIELDS: Final = _WireRemoved.__struct_fields__
 
 _decode_maps: Final = msgspec.msgpack.Decoder(_MapBatch).decode
 _decode_arrays: Final = msgspec.msgpack.Decoder(_ArrayBatch).decode
 _decode: Final = msgspec.msgpack.Decoder().decode
-_decode_outer: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -280,12 +281,7 @@ def decode_batch(payload: bytes) -> KvBatch | ForeignMessage:
     events: list[KvEvent] = []
     skipped: list[str] = []
     for raw_event in raw_events:
-        try:
-            event = _event(raw_event)
-        except (TypeError, AttributeError, ValueError, LookupError):
-            # Rule 1: whatever is wrong with one event, the others of the batch still count.
-            skipped.append("malformed")
-            continue
+        event = read_event(raw_event)  # rule 1: whatever is wrong with one, the others still count
         if type(event) is str:
             skipped.append(event)
         else:
@@ -313,44 +309,12 @@ def _usual(payload: bytes) -> KvBatch | None:
     return KvBatch(batch.ts, rank if type(rank) is int else None, events)
 
 
-def decode_events(payload: bytes) -> Iterator[KvEvent | str] | ForeignMessage:
-    """The events of one payload, each decoded when it is taken, with a word in place of each that is left out (see
-    `KvBatch.skipped`): for large payloads, which would take long at once. Raises MalformedMessage as `decode_batch`
-    does, before the first event."""
+def read_event(raw: Any) -> KvEvent | str:
+    """One event, decoded to plain objects before; a word in place of one that is left out (see `KvBatch.skipped`)."""
     try:
-        outer = _decode_outer(payload)
-        raw_events = _decode_outer(outer[1])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, LookupError):
-        batch = decode_batch(payload)  # says what it is
-        return batch if isinstance(batch, ForeignMessage) else iter([*batch.events, *batch.skipped])
-    return (_event_of(raw) for raw in raw_events)
-
-
-def _event_of(raw: msgspec.Raw) -> KvEvent | str:
-    try:
-        return _event(_decode(raw))
+        return _event(raw)
     except (TypeError, AttributeError, ValueError, LookupError, RecursionError):
         return "malformed"
-
-
-def in_parts(event: Stored, blocks: int) -> Iterator[Stored]:
-    """A store cut into stores of at most so many blocks, each the child of the one before. A store whose tokens do
-    not tell where a block begins stays whole."""
-    hashes, tokens, size = event.hashes, event.tokens, event.block_size
-    if len(hashes) <= blocks or len(tokens) not in (0, len(hashes) * size):
-        yield event
-        return
-    parent = event.parent
-    for start in range(0, len(hashes), blocks):
-        end = start + blocks
-        yield msgspec.structs.replace(
-            event,
-            hashes=hashes[start:end],
-            parent=parent,
-            tokens=tokens[start * size : end * size] if tokens else tokens,
-            extras=None if event.extras is None else event.extras[start:end],
-        )
-        parent = hashes[min(end, len(hashes)) - 1]
 
 
 def identity_bytes(items: list[Any]) -> bytes:
@@ -366,7 +330,7 @@ def _event(raw: Any) -> KvEvent | str:
     if type(raw) is not dict:
         kind = raw[0]
         if kind == "BlockStored":
-            raw = dict(zip(_POSITIONS, raw[1:], strict=False))
+            raw = dict(zip(STORED_POSITIONS, raw[1:], strict=False))
         elif kind == "BlockRemoved":
             raw = dict(zip(_REMOVED_FIELDS, raw[1:], strict=False))
     else:

@@ -168,6 +168,24 @@ class KvIndex:
             self._approximate.forget(learned, text=learned.instead)
             worker.learned_blocks = learned.held_tokens // worker.block_size
 
+    def hearing(self, slot: Slot, *, most: int | None = None) -> Generator[int, None, None]:
+        """The worker is about to announce for the first time: drop what was learned in its stead, in steps as `purging`
+        does it. The first `apply` or `preview` does what is left of it at once."""
+        worker = self._workers.get(slot)
+        approximate = self._approximate
+        if worker is None or worker.heard or approximate is None:
+            return
+        learned = approximate.worker(worker.bit)
+        text = learned.instead
+        self._hide(worker)
+        try:
+            while not worker.heard and (learned.tokens or (text and learned.text)):
+                yield approximate.forget(learned, text=text, most=most)
+        finally:
+            if self._workers.get(slot) is worker and not worker.heard:
+                self._hear(worker)
+            self._show(worker)
+
     def end_preview(self, slot: Slot, rank: int) -> None:
         """Everything shown before its turn has been applied. Fine without a preview; costs the blocks shown."""
         for _ in self.ending_preview(slot, rank):

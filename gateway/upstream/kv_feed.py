@@ -27,12 +27,8 @@ from gateway.kv.events import (
     ForeignMessage,
     KvEvent,
     MalformedMessage,
-    Removed,
-    Stored,
     batch_rank,
     decode_batch,
-    decode_events,
-    in_parts,
     parse_live,
     parse_reply,
 )
@@ -40,14 +36,9 @@ from gateway.kv.feed_state import FeedState
 from gateway.kv.feed_words import Action, Apply, AskReplay, EndPreview, FeedCounters, FeedPhase, Preview, Purge
 from gateway.kv.index import KvIndex
 from gateway.kv.numbers import Applied
+from gateway.kv.pieces import LARGE_BYTES, cost, large_pieces, pieces
 from gateway.records import EventSource, Slot, Tier, TrustState, WorkerId
 from gateway.upstream.feed_sockets import FeedSockets, Subscription
-
-# Payloads above this are decoded event by event, as they are applied: some 2 ms at once.
-_LARGE_BYTES: Final = 128 * 1024
-
-# A block of more tokens counts as several: up to 4 keys of 16 tokens in each are as cheap as one of 64.
-_BLOCK_TOKENS: Final = 64
 
 _MAX_OTHER_RANKS: Final = 64
 _MAX_WANTED: Final = 16
@@ -384,47 +375,35 @@ class KvFeed:
                 self._sockets.ask(action.from_seq)
 
     def _decode(self, lane: _Lane, action: Apply | Preview) -> None:
-        payload, counted = action.payload, isinstance(action, Apply)
+        payload, counted, most = action.payload, isinstance(action, Apply), self._limits.turn_blocks
+        # What a preview shows comes again, and counts then.
+        kinds = self.totals.events if counted else Counter()
+        skipped = self.totals.skipped if counted else Counter()
         try:
-            if len(payload) > _LARGE_BYTES:
-                large = decode_events(payload)
-                if not isinstance(large, ForeignMessage):
-                    self._doing = lane, action, self._pieces(large, counted=counted)
-                    return
-            batch = decode_batch(payload)
+            if len(payload) > LARGE_BYTES:
+                found = large_pieces(payload, most=most, kinds=kinds, skipped=skipped)
+            else:
+                batch = decode_batch(payload)
+                if isinstance(batch, ForeignMessage):
+                    found = batch
+                else:
+                    if batch.skipped:
+                        skipped.update(batch.skipped)
+                    found = pieces(batch.events, most=most, kinds=kinds)
         except MalformedMessage:
             if counted:
                 self._add(lane, lane.state.on_undecodable(), first=True)
             return
-        if isinstance(batch, ForeignMessage):
-            self.totals.skipped["foreign"] += counted
-            return
-        if batch.skipped and counted:
-            self.totals.skipped.update(batch.skipped)
-        if batch.events:
-            self._doing = lane, action, self._pieces(batch.events, counted=counted)
-
-    def _pieces(self, events: Iterable[KvEvent | str], *, counted: bool) -> Iterator[KvEvent]:
-        """Events that are counted once, long ones cut."""
-        kinds, most = self.totals.events, self._limits.turn_blocks
-        for event in events:
-            match event:
-                case Stored():
-                    kinds["stored"] += counted
-                    if _cost(event) > most:
-                        yield from in_parts(event, max(1, most * len(event.hashes) // _cost(event)))
-                        continue
-                case Removed():
-                    kinds["removed"] += counted
-                case Cleared():
-                    kinds["cleared"] += counted
-                case str():
-                    self.totals.skipped[event] += counted
-                    continue
-            yield event
+        if isinstance(found, ForeignMessage):
+            skipped["foreign"] += 1
+        else:
+            self._doing = lane, action, found
 
     def _apply_some(self, lane: _Lane, action: Apply | Preview, waiting: Iterator[KvEvent]) -> None:
         """Apply or preview events up to the limit of blocks."""
+        if self._index.learned(self.slot) and not self._index.announces(self.slot):
+            self._purging = self._index.hearing(self.slot, most=self._limits.turn_blocks)
+            return
         events: list[KvEvent] = []
         blocks = 0
         for event in waiting:
@@ -440,7 +419,7 @@ class KvFeed:
                     )
                     break
                 continue  # a preview shows no clear
-            blocks += _cost(event)
+            blocks += cost(event)
             events.append(event)
             if blocks >= self._limits.turn_blocks:
                 break
@@ -458,9 +437,3 @@ class KvFeed:
         if applied.removed or applied.ignored:
             unknown = applied.ignored.get("unknown_removal", 0)
             self._add(lane, lane.state.on_applied(sum(applied.removed.values()), unknown, self._clock()), first=True)
-
-
-def _cost(event: Stored | Removed) -> int:
-    """What applying it costs, in usual blocks: large ones may stand for many keys each."""
-    blocks = len(event.hashes)
-    return blocks if isinstance(event, Removed) else max(blocks, len(event.tokens) // _BLOCK_TOKENS)

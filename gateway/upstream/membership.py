@@ -133,7 +133,6 @@ class Membership:
                 if name in member.seats:
                     member.seats[name].spec = changed
                     self._fleet.respec(changed, self._clock())
-            self._fit_block_sizes()
         if member.poller is not None:
             member.poller.respec(spec)
         member.look.set()
@@ -162,10 +161,10 @@ class Membership:
         del self._members[name]
         seats = list(member.seats.values())
         self._give_up(member, seats)
-        self._fit_block_sizes()
         if not seats:
             self._on_left(name)
         self._log.info("worker left", worker=name)
+        await self._fit_block_sizes()
 
     def member_of(self, worker_id: WorkerId) -> Member | None:
         """The server that a worker is, or is a rank of; None when it is not in the fleet."""
@@ -301,6 +300,8 @@ class Membership:
             member.compared, member.differences = False, ()
         if facts != before:
             await self._refresh(member, facts)
+        else:
+            await self._fit_block_sizes()  # the configuration may have changed
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
         member.hasher = await self._on_joining(member.spec, facts)
@@ -309,7 +310,7 @@ class Membership:
             raise ProbeFailed(f"worker {spec.name} was removed while it joined")
         self._take_seats(member, facts)
         member.facts = facts
-        self._fit_block_sizes()
+        await self._fit_block_sizes()
         for seat in member.seats.values():
             self._start_feeds(seat, rank_facts(seat.spec, facts).events)
         if member.poller is not None:  # it had joined before, and lost its seats to a full fleet
@@ -395,7 +396,7 @@ class Membership:
         self._take_seats(member, facts)
         before, member.facts = member.facts, facts
         self._tell(member, facts)
-        self._fit_block_sizes()
+        await self._fit_block_sizes()
         for seat in member.seats.values():
             events = rank_facts(seat.spec, facts).events
             await self._stop_feeds(seat, [source for source in seat.feeds if source not in events])
@@ -425,17 +426,33 @@ class Membership:
 
     # ------------------------------------------------------------------ index and feeds
 
-    def _fit_block_sizes(self) -> None:
-        """Bind every worker in the block size of its pool's keys (rule 2)."""
+    async def _fit_block_sizes(self) -> None:
+        """Bind every worker in the block size of its pool's keys (rule 2): newcomers at once, others when what they
+        hold in the old size is gone, in steps; meanwhile they hold nothing, and no feed has its turn."""
+        changed: list[tuple[Member, Seat]] = []
         for member in self._members.values():
-            for name, seat in member.seats.items():
-                worker = self._fleet.workers[name]
-                size = self._fleet.key_block_size(worker)
-                if size != seat.block_size:
-                    self._index.bind(seat.slot, block_size=size, engine=worker.facts.engine)
-                    seat.block_size = size
-                    for feed in seat.feeds.values():
-                        feed.resync()
+            for seat in member.seats.values():
+                if not seat.block_size:
+                    self._bind(member, seat)
+                elif seat.block_size != self._fleet.key_block_size(self._fleet.workers[seat.spec.name]):
+                    changed.append((member, seat))
+        for member, seat in changed:
+            async with self._turns:
+                await _in_steps(self._index.purging(seat.slot, most=_FORGOTTEN_AT_ONCE))
+                await _in_steps(self._index.forgetting(seat.slot, most=_FORGOTTEN_AT_ONCE))
+                self._bind(member, seat)
+
+    def _bind(self, member: Member, seat: Seat) -> None:
+        """Bind one worker, unless that is done or it has left meanwhile."""
+        if member.seats.get(seat.spec.name) is not seat:
+            return
+        worker = self._fleet.workers[seat.spec.name]
+        size = self._fleet.key_block_size(worker)
+        if size != seat.block_size:
+            self._index.bind(seat.slot, block_size=size, engine=worker.facts.engine)
+            seat.block_size = size
+            for feed in seat.feeds.values():
+                feed.resync()
 
     def _trust_changed(self, seat: Seat) -> None:
         """At once: a request that is decided next is judged by what the feeds are then."""

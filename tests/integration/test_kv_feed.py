@@ -11,9 +11,11 @@ import msgspec
 import pytest
 import zmq
 
+from gateway.keys import chain, namespace
+from gateway.kv import ApproximateSettings
 from gateway.kv.feed_words import FeedLimits, FeedPhase
 from gateway.kv.index import KvIndex
-from gateway.records import EventSource, Tier, TrustState, WorkerId
+from gateway.records import Chain, EventSource, PrefixBlocks, PrefixMode, Tier, TrustState, WorkerId
 from gateway.upstream.kv_feed import KvFeed, TurnLimits
 from tests.integration.publisher import (
     DEADLINE_S,
@@ -90,6 +92,27 @@ async def test_a_clear_of_a_full_cache_leaves_turns_to_others() -> None:
             await until(lambda: feed.caught_up)
             assert feed.totals.events == {"stored": 4002, "cleared": 1}
             assert index.mark(WORKER).clears == 1
+
+
+async def test_what_was_learned_of_a_worker_goes_in_turns_before_its_first_event() -> None:
+    index = KvIndex(approximate=ApproximateSettings())
+    index.bind(WORKER, block_size=SIZE)
+    tokens = list(range(4000 * SIZE))
+    learned = PrefixBlocks((Chain(chain(namespace(), tokens, SIZE), len(tokens)),), len(tokens), SIZE, PrefixMode.EXACT)
+    assert index.remember(WORKER, learned, 0, time.monotonic()) is not None
+    with engine() as publisher:
+        turns = TurnLimits(turn_s=0.0, turn_blocks=100)
+        async with following(publisher.source(), index=index, turns=turns) as (feed, _):
+            await publisher.subscriber()
+            seen: set[int] = set()
+            publisher.publish(stored(5000))
+            async with asyncio.timeout(DEADLINE_S):
+                while not index.announces(WORKER):
+                    seen.add(index.learned(WORKER))
+                    await asyncio.sleep(0)
+            assert len(seen) > 20
+            await until(lambda: resident(index) == {5000} and feed.caught_up)
+            assert index.learned(WORKER) == 0
 
 
 async def test_whoever_believes_the_feed_is_told_at_once_when_it_changes() -> None:

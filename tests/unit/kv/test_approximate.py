@@ -107,6 +107,34 @@ def test_text_that_stands_for_told_tokens_goes_with_the_first_event() -> None:
     assert made.remember(A, told, 0, 2.0) is None
 
 
+def test_what_was_learned_goes_in_steps_before_a_workers_first_event() -> None:
+    made = index()
+    made.remember(A, prompt(20), 0, 1.0)
+    made.remember(B, prompt(20), 0, 1.0)
+    steps = made.hearing(A, most=8)
+    assert next(steps) == 8
+    assert (made.learned(A), made.announces(A)) == (12, False)
+    assert held(made, prompt(20)) == [0, 20], "a part of it would be no prefix"
+    assert made.remember(A, prompt(20), 0, 2.0) is None
+    assert list(steps) == [8, 4]
+    assert (made.learned(A), made.announces(A)) == (0, True)
+    announce(made, A, 8)
+    assert held(made, prompt(20)) == [8, 20]
+    assert list(made.hearing(A, most=8)) == []
+
+
+def test_events_that_come_before_the_last_step_do_the_rest_at_once() -> None:
+    made = index()
+    made.remember(A, prompt(20), 0, 1.0)
+    steps = made.hearing(A, most=8)
+    next(steps)
+    announce(made, A, 8)
+    assert (made.learned(A), held(made, prompt(20))) == (0, [0, 0])
+    assert list(steps) == []
+    assert held(made, prompt(20)) == [8, 0]
+    assert made.stats().keys == 8
+
+
 def test_a_worker_holds_no_more_than_its_cache_and_ends_of_chains_go_first() -> None:
     made = index()
     capacity = 50 * SIZE

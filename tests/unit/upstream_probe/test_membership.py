@@ -16,9 +16,9 @@ import zmq
 
 from gateway.errors import FleetFull
 from gateway.kv import KvIndex
-from gateway.kv.events import Cleared
+from gateway.kv.events import Cleared, Stored
 from gateway.pool import Fleet, Reservation, WorkerState
-from gateway.records import RankChoice, Role, TrustState, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EngineHash, RankChoice, Role, Tier, TrustState, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.membership import Membership, MembershipSettings
 
@@ -120,6 +120,30 @@ async def test_who_joins_while_another_leaves_keeps_its_slot_and_binding(stand: 
     assert set(stand.fleet.workers) == {W2}
     assert stand.bound(W2)
     assert stand.left == [W1]
+
+
+async def test_blocks_in_another_size_go_in_steps_when_a_newcomer_changes_the_size(stand: Stand) -> None:
+    large = replace(spec(W1), block_size=32)
+    await stand.membership.add(large)
+    slot = stand.fleet.workers[W1].slot
+    for start in range(0, 5000, 100):
+        blocks = [EngineHash(number + 1) for number in range(start, start + 100)]
+        tokens = [number for number in range(start, start + 100) for _ in range(32)]
+        stand.index.apply(slot, 0, [Stored(blocks, None, tokens, 32)])
+    assert stand.index.resident(slot, Tier.GPU) == 5000
+    seen: set[int] = set()
+
+    async def look() -> None:
+        while stand.index.resident(slot, Tier.GPU):
+            seen.add(stand.index.resident(slot, Tier.GPU))
+            await asyncio.sleep(0)
+
+    await asyncio.gather(look(), stand.membership.add(replace(spec(W2), block_size=16)))
+    assert len(seen) >= 5
+    assert stand.bound(W2)
+    told = [EngineHash(1)]
+    assert stand.index.apply(slot, 0, [Stored(told, None, list(range(32)), 32)]).stored == {Tier.GPU: 1}
+    assert stand.index.resident(slot, Tier.GPU) == 2, "in keys of 16 tokens"
 
 
 async def test_leaving_twice_at_once_is_leaving_once(stand: Stand) -> None:
