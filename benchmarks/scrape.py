@@ -12,6 +12,7 @@ from gateway.pool import WorkerState
 from gateway.records import Endpoint, MissCause, Outcome, PrefixMode, Result, StageTimes, Tier, TrustState, WorkerId
 from gateway.telemetry import (
     ClientReading,
+    ConfigReading,
     Exposition,
     FeedReading,
     IndexReading,
@@ -84,6 +85,9 @@ class Owners:
     def replicas(self) -> ReplicaReading | None:
         """None."""
         return None
+
+    def config(self) -> ConfigReading:
+        return ConfigReading({"applied": 1}, False, 0)
 
     def task_restarts(self) -> int:
         """None."""

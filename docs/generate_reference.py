@@ -235,6 +235,7 @@ def _admin_schema() -> dict[str, typing.Any]:
         config=nothing,
         ready=nothing,
         clock=nothing,
+        settings=nothing,
     )
     return admin_app(views).openapi()
 

@@ -73,7 +73,7 @@ class Sources:
         try:
             return Loaded(Settings(**tree), origins)
         except ValidationError as error:
-            raise ConfigError(_problems(error)) from error
+            raise ConfigError(problems_of(error)) from error
 
 
 def load(
@@ -190,7 +190,7 @@ _PLAIN_WORDS = {
 """What pydantic says in words of its own, by type of error."""
 
 
-def _problems(error: ValidationError) -> list[str]:
+def problems_of(error: ValidationError) -> list[str]:
     """One line a key: where several forms of a value are possible, pydantic has a complaint for each."""
     lines: dict[str, list[str]] = {}
     for each in error.errors():

@@ -40,10 +40,10 @@ def admin_app(views: AdminViews) -> FastAPI:
         redoc_url=None,
         generate_unique_id_function=_operation_id,
     )
-    app.add_middleware(Guard, own_names=views.own_names)
+    app.add_middleware(Guard, own_names=lambda: views.settings().own_names)
     map_errors(app)
     app.include_router(probe_routes(views))
-    guarded = [Depends(token_check(views.token))] if views.token else []
+    guarded = [Depends(token_check(lambda: views.settings().token))]
     for routes in (state_routes, session_routes, decision_routes, worker_routes):
         app.include_router(routes(views), dependencies=guarded)
     return app

@@ -81,16 +81,17 @@ def decision_routes(views: AdminViews) -> APIRouter:
         except ValueError as error:
             known = ", ".join(known.value for known in Endpoint)
             raise BadRequest(f"path {path!r} is no inference path; there are {known}", param="path") from error
-        body = await _body(request, views.max_body_bytes)
+        settings = views.settings()
+        body = await _body(request, settings.max_body_bytes)
         parse = partial(
             parse_request,
             endpoint,
             body,
             request_id="explain",
-            session=request.headers.get(views.affinity_header),
-            affinity_field=views.affinity_field,
+            session=request.headers.get(settings.affinity_header),
+            affinity_field=settings.affinity_field,
             tenant=tenant,
-            salted=views.tenant_salt,
+            salted=settings.tenant_salt,
         )
         asked = views.router.routed(await asyncio.to_thread(parse))  # a long body takes a while
         pool = views.router.pool(asked.model)

@@ -46,22 +46,24 @@ class ForeignHost(GatewayError):
     code = "foreign_host"
 
 
-def token_check(token: str) -> Callable[[Request], Awaitable[None]]:
-    """A dependency for what needs the token."""
-    expected = f"Bearer {token}".encode()
+def token_check(token: Callable[[], str | None]) -> Callable[[Request], Awaitable[None]]:
+    """A dependency for what needs the token in force, if there is one."""
 
     async def check(request: Request) -> None:
+        expected = token()
+        if expected is None:
+            return
         given = request.headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(given, expected):
+        if not hmac.compare_digest(given, f"Bearer {expected}".encode()):
             raise Unauthorized("send the admin token: authorization: Bearer <auth.admin_token>")
 
     return check
 
 
 class Guard:
-    """Around the whole application. `own_names`: rule 2 holds."""
+    """Around the whole application. `own_names`: rule 2 holds now."""
 
-    def __init__(self, app: ASGIApp, *, own_names: bool) -> None:
+    def __init__(self, app: ASGIApp, *, own_names: Callable[[], bool]) -> None:
         self._app = app
         self._own_names = own_names
 
@@ -75,7 +77,7 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        if scope["type"] == "http" and self._own_names and not is_own(Headers(scope=scope).get("host", "")):
+        if scope["type"] == "http" and self._own_names() and not is_own(Headers(scope=scope).get("host", "")):
             error = ForeignHost("ask the admin port by its address or as localhost, or set auth.admin_token")
             body = {"message": error.message, "type": error.type, "code": error.code, "param": None}
             await JSONResponse({"error": body}, status_code=error.status)(scope, receive, guarded)

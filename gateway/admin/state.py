@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
 from gateway.admin.state_answers import (
+    ConfigAnswer,
     Health,
     IndexAnswer,
     PoolAnswer,
@@ -68,9 +69,9 @@ def state_routes(views: AdminViews) -> APIRouter:
         return IndexAnswer.of(views.readings.index(), list(views.readings.workers()))
 
     @routes.get("/admin/config")
-    async def get_config() -> dict[str, Any]:
-        """The configuration in force, secrets masked."""
-        return dict(views.config())
+    async def get_config() -> ConfigAnswer:
+        """The configuration in force, secrets masked, and what the file says otherwise."""
+        return views.config()
 
     return routes
 

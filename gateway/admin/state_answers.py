@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from gateway.admin.answer import Answer
 from gateway.pool import Pool, Sessions
@@ -163,3 +163,16 @@ class Readiness(Answer):
 
     ready: bool
     reason: str | None = None
+
+
+class ConfigAnswer(Answer):
+    """The configuration of the process."""
+
+    settings: dict[str, Any]
+    """What is in force, secrets masked."""
+    origins: dict[str, str]
+    """Where each given key came from, by its path: the file, an environment variable, the command line."""
+    needs_restart: list[str]
+    """Keys whose value in the file waits for a restart."""
+    problems: list[str]
+    """Why the file as it is now is not in force; empty when it is."""

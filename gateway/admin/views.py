@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
-from gateway.admin.state_answers import Readiness
+from gateway.admin.state_answers import ConfigAnswer, Readiness
 from gateway.prefix import PromptHasher
 from gateway.records import WorkerId, WorkerSpec
 from gateway.router import Router
 from gateway.telemetry import Exposition, Readings
+
+
+@dataclass(frozen=True, slots=True)
+class AdminSettings:
+    """`affinity_header` (lower case) and `affinity_field` are where a session id is read. `own_names`: the port may be
+    asked by address or as localhost only; `tenant_salt`: tenants have cache salts."""
+
+    token: str | None = field(default=None, repr=False)
+    own_names: bool = False
+    tenant_salt: bool = False
+    affinity_header: str = "x-session-id"
+    affinity_field: str | None = None
+    max_body_bytes: int = 67_108_864
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +32,7 @@ class AdminViews:
     `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises WorkerTaken,
     ProbeFailed), `remove_worker` returns once no new request can go there. `resync` learns a worker's part of the
     index anew and returns how many of its feeds do so. `members` are the names in use, also of workers that have not
-    joined yet. `config` is the configuration with secrets masked. `affinity_header` (lower case) and `affinity_field`
-    are where a session id is read. `own_names`: the port may be asked by address or as localhost only; `tenant_salt`:
-    tenants have cache salts.
+    joined yet. `config` is the configuration with secrets masked, `settings` those of this port that are in force.
     """
 
     router: Router
@@ -33,12 +43,7 @@ class AdminViews:
     remove_worker: Callable[[WorkerId], Awaitable[None]]
     resync: Callable[[WorkerId], int]
     members: Callable[[], Collection[WorkerId]]
-    config: Callable[[], Mapping[str, Any]]
+    config: Callable[[], ConfigAnswer]
     ready: Callable[[], Readiness]
     clock: Callable[[], float]
-    token: str | None = field(default=None, repr=False)
-    own_names: bool = False
-    tenant_salt: bool = False
-    affinity_header: str = "x-session-id"
-    affinity_field: str | None = None
-    max_body_bytes: int = 67_108_864
+    settings: Callable[[], AdminSettings]

@@ -32,7 +32,7 @@ def run(sources: Sources) -> int:
     telemetry = settings.telemetry
     logs = set_up_logging(form=telemetry.log, level=telemetry.log_level, stream=sys.stderr.buffer, wall=time.time)  # noqa: TID251
     try:
-        gateway = Gateway(settings, requests_log=logs.requests)
+        gateway = Gateway(settings, sources=sources, origins=loaded.origins, requests_log=logs.requests)
         uvloop.run(_serve(gateway))
     except ConfigError as error:
         for problem in error.problems:
@@ -49,6 +49,7 @@ async def _serve(gateway: Gateway) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
+    loop.add_signal_handler(signal.SIGHUP, gateway.files.now)
     await gateway.start()
     tune_garbage_collection()
     try:

@@ -2,7 +2,18 @@
 
 from gateway.discovery.dns import DnsName, DnsSource
 from gateway.discovery.enrolment import Enrolment
-from gateway.discovery.roster import Entry, Roster, SourceState
+from gateway.discovery.roster import CONFIG, Entry, Roster, SourceState
 from gateway.discovery.source import Found, Publish, Source
 
-__all__ = ["DnsName", "DnsSource", "Enrolment", "Entry", "Found", "Publish", "Roster", "Source", "SourceState"]
+__all__ = [
+    "CONFIG",
+    "DnsName",
+    "DnsSource",
+    "Enrolment",
+    "Entry",
+    "Found",
+    "Publish",
+    "Roster",
+    "Source",
+    "SourceState",
+]

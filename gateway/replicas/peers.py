@@ -95,7 +95,7 @@ class Peers:
         self._fleet = fleet
         self._index = index
         self._sessions = sessions
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._dead_s = dead_s
         self._peers: dict[int, Peer] = {}
         self._fading: deque[tuple[float, Speculation]] = deque()
@@ -227,7 +227,7 @@ class Peers:
                 for speculation in held.speculations:
                     self._index.retract(speculation)
                 return
-        self._fading.extend((now + self._ttl_s, speculation) for speculation in held.speculations)
+        self._fading.extend((now + self.ttl_s, speculation) for speculation in held.speculations)
 
     def _end(self, peer: Peer, number: int) -> None:
         held = peer.open.pop(number, None)

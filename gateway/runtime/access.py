@@ -1,4 +1,4 @@
-"""The API keys in force: of the configuration, and of the file that `auth.keys_file` names, which may change."""
+"""The API keys in force: of the configuration, and of the file that `auth.keys_file` names; both may change."""
 
 from __future__ import annotations
 
@@ -12,57 +12,66 @@ from gateway.credentials import KeySettings
 from gateway.edge import Access, Keys
 from gateway.settings import AuthSettings
 
-_LOOK_EVERY_S = 1.0
-
-FileState = tuple[int, int, int]
+KeyTable = dict[bytes, Access]
+"""What each key allows, by its digest."""
 
 
 class KeysInForce:
     """`keys` is what requests are checked against, None where no keys are asked for.
 
     A file that cannot be used changes nothing: the keys before stay, and the log says what is wrong with it, once for
-    each state of the file.
+    each content of the file.
     """
 
     def __init__(self, settings: AuthSettings) -> None:
         """Reads the file. Raises ConfigError."""
         self._settings = settings
-        self._path = settings.keys_file
-        self._seen = file_state(self._path)
         self._log = structlog.get_logger("kvgate.keys")
-        self.keys = Keys(self._read()) if settings.checks_keys else None
+        self.keys: Keys | None = None
+        self.apply(settings, key_table(settings))
 
-    async def watch(self) -> None:
-        """Read the file again whenever it has changed; looked at every second."""
-        while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            await self.look()
+    def files(self) -> list[Path]:
+        """The file, if there is one."""
+        return [self._settings.keys_file] if self._settings.keys_file is not None else []
+
+    def apply(self, settings: AuthSettings, table: KeyTable) -> None:
+        """These from now on; keys that stay keep what is left of their rates."""
+        self._settings = settings
+        if not settings.checks_keys:
+            self.keys = None
+        elif self.keys is None:
+            self.keys = Keys(table)
+        else:
+            self.keys.replace(table)
 
     async def look(self) -> None:
-        """Read the file again if it has changed."""
-        state = file_state(self._path)
-        if state == self._seen or self.keys is None:
+        """Read the file again."""
+        settings = self._settings
+        if self.keys is None or settings.keys_file is None:
             return
-        self._seen = state
         try:
-            entries = await asyncio.to_thread(self._read)
+            table = await asyncio.to_thread(key_table, settings)
         except ConfigError as error:
             self._log.error("keys file not used: the keys before stay in force", problems=error.problems[:10])
             return
-        self.keys.replace(entries)
-        self._log.info("keys file read", keys=len(entries))
+        if settings is self._settings:  # else the configuration has changed meanwhile, and read the file
+            self.apply(settings, table)
+            self._log.info("keys file read", keys=len(table))
 
-    def _read(self) -> dict[bytes, Access]:
-        """Of two entries for one key the file's counts. Raises ConfigError, also for a key that a file has twice."""
-        from_file = read_keys(self._path) if self._path is not None else ()
-        access = {entry.digest: _access(entry) for entry in self._settings.keys}
-        seen = set()
-        for number, entry in enumerate(from_file):
-            if entry.digest in seen:
-                raise ConfigError([f"{self._path}: keys.{number}.hash: this key stands above already"])
-            seen.add(entry.digest)
-            access[entry.digest] = _access(entry)
-        return access
+
+def key_table(settings: AuthSettings) -> KeyTable:
+    """All keys; of two entries for one key the file's counts. Raises ConfigError, also for a key that a file has
+    twice."""
+    path = settings.keys_file
+    from_file = read_keys(path) if path is not None else ()
+    access = {entry.digest: _access(entry) for entry in settings.keys}
+    seen = set()
+    for number, entry in enumerate(from_file):
+        if entry.digest in seen:
+            raise ConfigError([f"{path}: keys.{number}.hash: this key stands above already"])
+        seen.add(entry.digest)
+        access[entry.digest] = _access(entry)
+    return access
 
 
 def _access(entry: KeySettings) -> Access:
@@ -73,14 +82,3 @@ def _access(entry: KeySettings) -> Access:
         entry.tokens_per_minute,
         frozenset(entry.pools) if entry.pools is not None else None,
     )
-
-
-def file_state(path: Path | None) -> FileState | None:
-    """What tells one state of a file from another; None when there is none to be seen."""
-    if path is None:
-        return None
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino

@@ -16,12 +16,14 @@ import functools
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -29,8 +31,9 @@ import uvicorn
 import zmq
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from gateway.admin import AdminViews, Readiness, admin_app
-from gateway.discovery import Enrolment, Roster
+from gateway.admin import AdminViews, ConfigAnswer, Readiness, admin_app
+from gateway.config import Loaded, Sources
+from gateway.discovery import CONFIG, Enrolment, Found, Roster
 from gateway.edge import Edge, Shadows, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import KvIndex
@@ -38,15 +41,17 @@ from gateway.pool import Fleet
 from gateway.records import Outcome, WorkerId
 from gateway.router import Router
 from gateway.runtime import parts
-from gateway.runtime.access import KeysInForce
+from gateway.runtime.access import KeysInForce, key_table
+from gateway.runtime.files import FileWatch
 from gateway.runtime.health import HealthWatch
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
+from gateway.runtime.reload import Prepared, Reload
 from gateway.runtime.sharing import share
 from gateway.runtime.sources import sources_of
 from gateway.runtime.supervisor import Supervisor
-from gateway.runtime.tls import Certificate, server_context, watch, worker_context
+from gateway.runtime.tls import Certificate, server_context, worker_context
 from gateway.settings import Settings
 from gateway.telemetry import Exposition, RequestLog, RequestMetrics
 from gateway.upstream.control import open_control_client
@@ -81,11 +86,14 @@ class Gateway:
         self,
         settings: Settings,
         *,
+        sources: Sources | None = None,
+        origins: Mapping[str, str] = MappingProxyType({}),
         requests_log: RequestLog | None = None,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,  # noqa: TID251  the one clock of the process
     ) -> None:
-        self.settings = settings
+        self.reload = Reload(Loaded(settings, origins), sources, prepare=self._prepare, apply=self._apply)
+        self.files = FileWatch()
         self.clock = clock
         rng = rng or Random()
         self._log = structlog.get_logger("kvgate")
@@ -158,7 +166,7 @@ class Gateway:
             self.fleet, control=control, tasks=self.supervisor, clock=self.clock, trial_s=settings.health.probe_s
         )
         self.tokenizing = EngineTokenizing(control, self.clock)
-        access = KeysInForce(settings.auth)
+        self.access = KeysInForce(settings.auth)
         self.edge = Edge(
             router=self.router,
             hashers=self.tokenizers.find,
@@ -169,12 +177,10 @@ class Gateway:
             on_retry=self._record_retry,
             ask_tokens=self.tokenizing.ask,
             request_ids=request_id_maker(self._rng),
-            settings=parts.edge_settings(settings, access.keys),
+            settings=parts.edge_settings(settings, self.access.keys),
         )
         stack.push_async_callback(self.supervisor.close)
-        if any(model.tokenize_at != "here" for model in settings.models):
-            for number in range(1, self.tokenizing.settings.concurrency + 1):
-                self.supervisor.start(f"tokenise {number}", self.tokenizing.run)
+        self._ask_engines(settings)
         self._started_at = self.clock()
         self.supervisor.start("expire", self._expire)
         if self.sharing is not None:
@@ -183,8 +189,6 @@ class Gateway:
         if self._requests_log is not None:
             log = self._requests_log
             self.supervisor.start("log", lambda: self._flush_log(log))
-        if settings.auth.keys_file is not None:
-            self.supervisor.start("keys file", access.watch)
         shadows = self.edge.shadows = Shadows(self.edge, rng=self._rng)
         for number in range(1, shadows.limits.concurrency + 1):
             self.supervisor.start(f"shadow {number}", shadows.run)
@@ -196,14 +200,18 @@ class Gateway:
         )
         tls = server_context(server.tls, self._certificates)
         await self._serve(app, client_socket, http=client_protocol(self.edge), tls=tls)
-        if self._certificates:
-            self.supervisor.start("certificates", lambda: watch(self._certificates))
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
         await self.enrolment.configured(settings.worker_specs())
         self.enrolment.follow(sources_of(settings.discovery, clock=self.clock, rng=self._rng), self.supervisor)
+        self._watch_files(sources=self.reload.files())
         self.ports = Ports(_url(client_socket, server.host, tls=tls is not None), _url(admin_socket, server.admin_host))
         self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
         return self.ports
+
+    @property
+    def settings(self) -> Settings:
+        """What is in force."""
+        return self.reload.settings
 
     async def stop(self) -> None:
         """Drain, then take everything down; see rule 3."""
@@ -241,6 +249,60 @@ class Gateway:
         async with asyncio.timeout(within_s):
             while not (self.readiness().ready and all(m.caught_up for m in self.membership.members.values())):  # noqa: ASYNC110  once at start
                 await asyncio.sleep(_LOOK_S)
+
+    # ------------------------------------------------------------------ configuration
+
+    def _prepare(self, settings: Settings) -> Prepared:
+        """In a thread; changes nothing. Raises ConfigError."""
+        return Prepared(self.tokenizers.load(settings.models), key_table(settings.auth))
+
+    def _apply(self, settings: Settings, prepared: Prepared) -> None:
+        """Every part takes the new settings; nothing waits here. Fleet before members: block sizes follow from it."""
+        before = self.settings
+        self.tokenizers.apply(settings.models, prepared.hashers)
+        self.fleet.apply(parts.fleet_settings(settings))
+        self.index.apply_limits(
+            max_bytes=settings.index.max_bytes,
+            approximate=parts.approximate_settings(settings),
+            offload_ttl_s=settings.index.offload_ttl_s,
+        )
+        same = before.routing == settings.routing
+        policy = self.router.policy if same else parts.policy(settings, rng=self._rng)
+        self.router.apply(policy, parts.router_settings(settings))
+        if self.sharing is not None:
+            self.sharing.apply(ttl_s=settings.routing.speculative_ttl_s)
+        self.upstream.apply(parts.worker_timeouts(settings))
+        self.access.apply(settings.auth, prepared.keys)
+        self.edge.apply(parts.edge_settings(settings, self.access.keys))
+        self.health.apply(trial_s=settings.health.probe_s)
+        self.membership.apply(parts.membership_settings(settings))
+        self.enrolment.listed(CONFIG, map(Found, settings.worker_specs()))
+        self._ask_engines(settings)
+
+    def _ask_engines(self, settings: Settings) -> None:
+        """Where engines tell token ids, somebody has to ask them."""
+        if any(model.tokenize_at != "here" for model in settings.models):
+            for number in range(1, self.tokenizing.settings.concurrency + 1):
+                name = f"tokenise {number}"
+                if name not in self.supervisor.names:
+                    self.supervisor.start(name, self.tokenizing.run)
+
+    def _watch_files(self, sources: Sequence[Path]) -> None:
+        if sources:
+            self.files.add("configuration", lambda: sources, self.reload)
+        self.files.add("keys", self.access.files, self.access.look)
+        for certificate in self._certificates:
+            self.files.add(certificate.section, certificate.files, certificate.renew)
+        self.supervisor.start("files", self.files.run)
+
+    def _config_answer(self) -> ConfigAnswer:
+        reload = self.reload
+        return ConfigAnswer(
+            settings=reload.settings.model_dump(mode="json"),
+            origins=dict(reload.origins),
+            needs_restart=list(reload.needs_restart),
+            problems=list(reload.problems),
+        )
 
     # ------------------------------------------------------------------ inside
 
@@ -284,7 +346,6 @@ class Gateway:
             self.health.tick(now)
 
     def _admin_views(self) -> AdminViews:
-        settings = self.settings
         readings = GatewayReadings(
             fleet=self.fleet,
             index=self.index,
@@ -294,13 +355,13 @@ class Gateway:
             tokenizing=self.tokenizing,
             supervisor=self.supervisor,
             sharing=self.sharing,
+            reload=self.reload,
             clock=self.clock,
         )
         process = CollectorRegistry()
         ProcessCollector(registry=process)
         PlatformCollector(registry=process)
         GCCollector(registry=process)
-        token = settings.auth.admin_token
         return AdminViews(
             router=self.router,
             readings=readings,
@@ -310,15 +371,10 @@ class Gateway:
             remove_worker=self.enrolment.remove,
             resync=self.membership.resync,
             members=lambda: self.membership.members,
-            config=lambda: settings.model_dump(mode="json"),
+            config=self._config_answer,
             ready=self.readiness,
             clock=self.clock,
-            token=token.get_secret_value() if token is not None else None,
-            tenant_salt=settings.auth.tenant_salt,
-            own_names=token is None and not settings.auth.admin_open,
-            affinity_header=settings.routing.affinity.header.lower(),
-            affinity_field=settings.routing.affinity.body_field,
-            max_body_bytes=settings.server.max_body_bytes,
+            settings=lambda: parts.admin_settings(self.settings),
         )
 
     async def _serve(self, app: Any, listener: socket.socket, *, http: Any, tls: ssl.SSLContext | None = None) -> None:

@@ -43,6 +43,10 @@ class HealthWatch:
         self._panics: set[str] = set()
         self._log = structlog.get_logger("kvgate.health")
 
+    def apply(self, *, trial_s: float) -> None:
+        """Another limit, from the next trial on."""
+        self._trial_s = trial_s
+
     def tick(self, now: float) -> None:
         """Tell what has changed; begin the trials that are due."""
         for worker in self._fleet.workers.values():

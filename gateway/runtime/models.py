@@ -33,13 +33,17 @@ MAX_HASHERS = 256
 """Models of one gateway whose caches are kept; more are served without prefix blocks for text."""
 
 
+Hashers = dict[str, PromptHasher]
+"""By served name."""
+
+
 class Tokenizers:
     """The hashers of all models, by served name. `now` gives local time for templates that print a date."""
 
     def __init__(self, models: Sequence[ModelSettings], *, now: Callable[[], datetime]) -> None:
         self._configured = {name: model for model in models for name in (model.name, *model.aliases)}
         self._now = now
-        self._hashers: dict[str, PromptHasher] = {}
+        self._hashers: Hashers = {}
         self._wanting: set[str] = set()
         """Models whose tokenizer could not be had."""
         self._tried: dict[tuple[str, str | None], _Seen] = {}
@@ -49,13 +53,48 @@ class Tokenizers:
 
     def load_configured(self) -> None:
         """Read every configured tokenizer. Raises ConfigError naming the entry that cannot be read."""
-        for model in {id(m): m for m in self._configured.values() if m.says_how_to_cut}.values():
+        self._hashers.update(self.load(tuple({id(m): m for m in self._configured.values()}.values())))
+
+    def load(self, models: Sequence[ModelSettings]) -> Hashers:
+        """The hashers of these entries: those in use where an entry is the same, others read now, which takes a while.
+        Changes nothing. Raises ConfigError naming every entry that cannot be read."""
+        hashers: Hashers = {}
+        problems = []
+        for model in models:
+            if not model.says_how_to_cut:
+                continue
+            known = self._hashers.get(model.name) if self._configured.get(model.name) == model else None
             try:
-                hasher = self._load(model.tokenizer, model)
+                hasher = known or self._load(model.tokenizer, model)
             except _UNREADABLE as error:
-                raise ConfigError([f"models.{model.name}: {error}"]) from error
-            for name in (model.name, *model.aliases):
-                self._hashers[name] = hasher
+                problems.append(f"models.{model.name}: {error}")
+                continue
+            hashers.update(dict.fromkeys((model.name, *model.aliases), hasher))
+        if problems:
+            raise ConfigError(problems)
+        return hashers
+
+    def apply(self, models: Sequence[ModelSettings], hashers: Hashers) -> None:
+        """From now on these entries, with what `load` made of them. A model that has lost its entry has no hasher until
+        its workers are probed, unless there is one for all."""
+        for_all_before, for_all = self._hashers.get(ANY_MODEL), hashers.get(ANY_MODEL)
+        found = {
+            name: hasher
+            for name, hasher in self._hashers.items()
+            if not self._is_told(name) and hasher is not for_all_before
+        }
+        if for_all is not None:
+            found = dict.fromkeys((name for name in self._hashers if name != ANY_MODEL), for_all)
+        self._configured = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._hashers.clear()
+        self._hashers.update(found | hashers)
+        self._wanting -= hashers.keys()
+        self._tried.clear()
+
+    def _is_told(self, name: str) -> bool:
+        """The configuration says how its prompts are cut."""
+        entry = self._configured.get(name)
+        return entry is not None and entry.says_how_to_cut
 
     def find(self, model: str) -> PromptHasher | None:
         """The hasher of a served name; None when the worker that serves it has not joined."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+from gateway.admin import AdminSettings
 from gateway.edge import Cors, EdgeLimits, EdgeSettings, Keys, PhaseTimeouts
 from gateway.kv import LEARNED_BYTES, ApproximateSettings
 from gateway.policy import Policy, Prices, Weights, make_policy
@@ -112,4 +113,18 @@ def edge_settings(settings: Settings, keys: Keys | None) -> EdgeSettings:
         receipts=server.receipts,
         session_header=affinity.header.lower().encode(),
         session_field=affinity.body_field,
+    )
+
+
+def admin_settings(settings: Settings) -> AdminSettings:
+    """The admin port's."""
+    auth, affinity = settings.auth, settings.routing.affinity
+    token = auth.admin_token
+    return AdminSettings(
+        token=token.get_secret_value() if token is not None else None,
+        own_names=token is None and not auth.admin_open,
+        tenant_salt=auth.tenant_salt,
+        affinity_header=affinity.header.lower(),
+        affinity_field=affinity.body_field,
+        max_body_bytes=settings.server.max_body_bytes,
     )

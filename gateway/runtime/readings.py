@@ -9,9 +9,18 @@ from gateway.edge import Edge
 from gateway.kv import KvIndex
 from gateway.pool import Breaker, Fleet, WorkerState
 from gateway.records import Tier
+from gateway.runtime.reload import Reload, Result
 from gateway.runtime.sharing import Sharing
 from gateway.runtime.supervisor import Supervisor
-from gateway.telemetry import ClientReading, FeedReading, IndexReading, PoolReading, ReplicaReading, WorkerReading
+from gateway.telemetry import (
+    ClientReading,
+    ConfigReading,
+    FeedReading,
+    IndexReading,
+    PoolReading,
+    ReplicaReading,
+    WorkerReading,
+)
 from gateway.upstream.http import Upstream
 from gateway.upstream.members import Seat
 from gateway.upstream.membership import Membership
@@ -38,6 +47,7 @@ class GatewayReadings:
         tokenizing: EngineTokenizing,
         supervisor: Supervisor,
         sharing: Sharing | None,
+        reload: Reload,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -48,6 +58,7 @@ class GatewayReadings:
         self._tokenizing = tokenizing
         self._supervisor = supervisor
         self._sharing = sharing
+        self._reload = reload
         self._clock = clock
 
     def workers(self) -> Iterable[WorkerReading]:
@@ -117,6 +128,15 @@ class GatewayReadings:
     def replicas(self) -> ReplicaReading | None:
         """What is shared with other replicas; None without a store."""
         return None if self._sharing is None else self._sharing.reading()
+
+    def config(self) -> ConfigReading:
+        """The configuration."""
+        reload = self._reload
+        return ConfigReading(
+            {result.value: reload.results[result] for result in Result},
+            bool(reload.problems),
+            len(reload.needs_restart),
+        )
 
     def task_restarts(self) -> int:
         """Failures of background tasks since the start."""

@@ -49,6 +49,10 @@ class Sharing:
         supervisor.start("replicas listen", self.exchange.listen)
         supervisor.start("replicas speak", self.exchange.speak)
 
+    def apply(self, *, ttl_s: float) -> None:
+        """Another life time, for what is told from now on."""
+        self.peers.ttl_s = ttl_s
+
     def tick(self, now: float) -> None:
         """Time has passed."""
         self.peers.tick(now)

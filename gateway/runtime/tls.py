@@ -8,7 +8,6 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -18,43 +17,44 @@ import structlog
 
 from gateway.config import ConfigError
 from gateway.credentials import ServerTls, WorkerTls
-from gateway.runtime.access import FileState, file_state
-
-_LOOK_EVERY_S = 10.0
 
 _Made = TypeVar("_Made")
 
 
 class Certificate:
-    """A certificate and its key in a context, loaded again when their files change."""
+    """A certificate and its key in a context; `renew` when their files have changed."""
 
     def __init__(self, section: str, context: ssl.SSLContext, cert: Path, key: Path | None) -> None:
         """Loads them. Raises ConfigError."""
         self.section = section
         self._context = context
         self._files = cert, key
-        self._seen = self._state()
         self._load_into(context)
+        self._log = structlog.get_logger("kvgate.tls")
 
-    def look(self) -> bool:
-        """Load again if a file has changed; whether it did. Raises ConfigError."""
-        state = self._state()
-        if state == self._seen:
-            return False
-        self._seen = state
+    def files(self) -> list[Path]:
+        """What it is made of."""
+        return [path for path in self._files if path is not None]
+
+    async def renew(self) -> None:
+        """Load the files again; what cannot be used changes nothing."""
+        try:
+            self.load()
+        except ConfigError as error:
+            self._log.error("certificate not used: the one before stays in force", problem=str(error))
+        else:
+            self._log.info("certificate loaded again", section=self.section)
+
+    def load(self) -> None:
+        """The same. Raises ConfigError."""
         # First into another context: a certificate without its key would spoil the one in use.
         self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         self._load_into(self._context)
-        return True
 
     def _load_into(self, context: ssl.SSLContext) -> None:
         cert, key = self._files
         # The password keeps OpenSSL from asking for one on the terminal: a key that needs one is an error.
         _try(f"{self.section}.cert, {self.section}.key", lambda: context.load_cert_chain(cert, key, password=""))
-
-    def _state(self) -> tuple[FileState | None, FileState | None]:
-        cert, key = self._files
-        return file_state(cert), file_state(key)
 
 
 def server_context(tls: ServerTls, certificates: list[Certificate]) -> ssl.SSLContext | None:
@@ -82,19 +82,6 @@ def worker_context(tls: WorkerTls, certificates: list[Certificate]) -> ssl.SSLCo
     if tls.cert is not None:
         certificates.append(Certificate("worker_tls", context, tls.cert, tls.key))
     return context
-
-
-async def watch(certificates: list[Certificate]) -> None:
-    """Load what has changed, for as long as the process runs."""
-    log = structlog.get_logger("kvgate.tls")
-    while True:
-        await asyncio.sleep(_LOOK_EVERY_S)
-        for certificate in certificates:
-            try:
-                if certificate.look():
-                    log.info("certificate loaded again", section=certificate.section)
-            except ConfigError as error:
-                log.error("certificate not used: the one before stays in force", problem=str(error))
 
 
 def _try(key: str, make: Callable[[], _Made]) -> _Made:

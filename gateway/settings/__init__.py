@@ -6,6 +6,7 @@ Rules:
 3. Secrets are `SecretStr`: printing the tree masks them.
 """
 
+from gateway.settings.changes import all_keys, changed_keys, value_of, with_keys_of
 from gateway.settings.discovery import DiscoverySettings, DnsSettings, name_server
 from gateway.settings.fleet import (
     HealthSettings,
@@ -51,10 +52,14 @@ __all__ = [
     "TimeoutSettings",
     "WorkerSettings",
     "WorkerTraits",
+    "all_keys",
+    "changed_keys",
     "default_worker_name",
     "is_loopback",
     "json_schema",
     "name_server",
     "unit_of",
+    "value_of",
+    "with_keys_of",
     "worker_url",
 ]

@@ -9,6 +9,7 @@ from gateway.telemetry.log import Logs, RequestLog, set_up_logging
 from gateway.telemetry.metrics import describe_metrics
 from gateway.telemetry.readings import (
     ClientReading,
+    ConfigReading,
     FeedReading,
     IndexReading,
     PeerReading,
@@ -22,6 +23,7 @@ from gateway.telemetry.requests import RequestMetrics
 __all__ = [
     "CONTENT_TYPE",
     "ClientReading",
+    "ConfigReading",
     "Exposition",
     "FeedReading",
     "IndexReading",

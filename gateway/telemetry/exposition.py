@@ -62,7 +62,7 @@ class Exposition:
     def _texts(self, page: _Page) -> Iterator[str]:
         workers, feeds = list(self._readings.workers()), list(self._readings.feeds())
         pools, clients, index = list(self._readings.pools()), self._readings.clients(), self._readings.index()
-        restarts, replicas = self._readings.task_restarts(), self._readings.replicas()
+        restarts, replicas, config = self._readings.task_restarts(), self._readings.replicas(), self._readings.config()
         yield from self._write_requests(page)
         yield from _write_workers(page, workers)
         yield from page.family(m.RETRIES_REFUSED, [((pool.model,), pool.retries_refused) for pool in pools])
@@ -77,6 +77,9 @@ class Exposition:
         yield from page.family(m.INDEX_TRUNCATED, [((), index.truncated)])
         yield from page.family(m.INDEX_LEARNED_DROPPED, [((reason,), n) for reason, n in index.learned_dropped.items()])
         yield from page.family(m.TOKENIZE_QUESTIONS, [((result,), n) for result, n in index.tokens_asked.items()])
+        yield from page.family(m.CONFIG_RELOADS, [((result,), n) for result, n in config.reloads.items()])
+        yield from page.family(m.CONFIG_STALE, [((), int(config.refused))])
+        yield from page.family(m.CONFIG_NEEDS_RESTART, [((), config.needs_restart)])
         yield from page.family(m.TASK_RESTARTS, [((), restarts)])
         yield from _write_replicas(page, replicas)
         yield from _write_feeds(page, feeds)

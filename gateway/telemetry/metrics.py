@@ -201,6 +201,18 @@ TOKENIZE_QUESTIONS = _spec(
     ("result",),
     "Prompts whose token ids an engine was asked for: told, failed, skipped, pushed_out.",
 )
+CONFIG_RELOADS = _spec(
+    "config_reloads_total",
+    Kind.COUNTER,
+    ("result",),
+    "Configurations read while running: applied, unchanged, refused (the one before stays in force).",
+)
+CONFIG_STALE = _spec(
+    "config_stale", Kind.GAUGE, (), "1 while the file cannot be used and an older configuration is in force."
+)
+CONFIG_NEEDS_RESTART = _spec(
+    "config_needs_restart", Kind.GAUGE, (), "Keys of the file that differ from what is in force until a restart."
+)
 TASK_RESTARTS = _spec(
     "task_restarts_total",
     Kind.COUNTER,
@@ -331,6 +343,9 @@ METRICS: tuple[MetricSpec, ...] = (
     INDEX_LEARNED,
     INDEX_LEARNED_DROPPED,
     TOKENIZE_QUESTIONS,
+    CONFIG_RELOADS,
+    CONFIG_STALE,
+    CONFIG_NEEDS_RESTART,
     TASK_RESTARTS,
     STORE_UP,
     REPLICA_PEERS,

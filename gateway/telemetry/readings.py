@@ -149,6 +149,16 @@ class ReplicaReading:
     peers: tuple[PeerReading, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigReading:
+    """The configuration: reloads by result, whether the sources as they are now were refused, and how many keys wait
+    for a restart."""
+
+    reloads: Mapping[str, int]
+    refused: bool
+    needs_restart: int
+
+
 class Readings(Protocol):
     """The owners, as metrics see them."""
 
@@ -174,6 +184,10 @@ class Readings(Protocol):
 
     def replicas(self) -> ReplicaReading | None:
         """What is shared with other replicas; None without a store."""
+        ...
+
+    def config(self) -> ConfigReading:
+        """The configuration."""
         ...
 
     def task_restarts(self) -> int:

@@ -80,6 +80,7 @@ class LoadPoller:
         self._on_sample = on_sample
         self._random = random
         self._usual_s = poll_s
+        self._tightened = False
         self.period_s = poll_s
         """Seconds between two polls now."""
         self._timeout_s = timeout_s
@@ -108,7 +109,13 @@ class LoadPoller:
 
     def tighten(self, on: bool) -> None:
         """Poll more often from the next poll on, or as usual again."""
+        self._tightened = on
         self.period_s = min(self._usual_s, max(LEAST_POLL_S, self._usual_s / TIGHTENED)) if on else self._usual_s
+
+    def pace(self, poll_s: float) -> None:
+        """Another usual period, from the next poll on."""
+        self._usual_s = poll_s
+        self.tighten(self._tightened)
 
     def close(self) -> None:
         """Drop the kept connection; a later poll opens one."""

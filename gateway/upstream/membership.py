@@ -137,6 +137,16 @@ class Membership:
             member.poller.respec(spec)
         member.look.set()
 
+    def apply(self, settings: MembershipSettings) -> None:
+        """Other periods, and block sizes of keys that the fleet may have changed; everybody is probed soon, since what
+        a model's prompts are cut with may have changed too."""
+        self._settings = settings
+        self._fit_block_sizes()
+        for member in self._members.values():
+            if member.poller is not None:
+                member.poller.pace(settings.poll_s)
+            member.look.set()
+
     def withhold(self, name: WorkerId, reason: str | None) -> None:
         """No new requests for a member, for that reason, or new ones again (None); unknown names are fine."""
         member = self._members.get(name)

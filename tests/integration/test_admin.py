@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import findings
-from gateway.admin import AdminViews, Readiness, admin_app
+from gateway.admin import AdminSettings, AdminViews, ConfigAnswer, Readiness, admin_app
 from gateway.errors import FleetFull, WorkerTaken
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
@@ -44,6 +44,7 @@ from gateway.records import (
 from gateway.router import Router
 from gateway.telemetry import (
     ClientReading,
+    ConfigReading,
     Exposition,
     FeedReading,
     IndexReading,
@@ -139,10 +140,11 @@ class Gateway:
         self.resynced.append(worker_id)
         return 1 if worker_id == "w1" else 0
 
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> ConfigAnswer:
         if self.broken:
             raise RuntimeError("a bug")
-        return {"auth": {"admin_token": "**********"}}
+        settings = {"auth": {"admin_token": "**********"}}
+        return ConfigAnswer(settings=settings, origins={}, needs_restart=["server.port"], problems=[])
 
 
 class Readings:
@@ -154,6 +156,9 @@ class Readings:
 
     def replicas(self) -> None:
         return None
+
+    def config(self) -> ConfigReading:
+        return ConfigReading({}, False, 1)
 
     def task_restarts(self) -> int:
         return 3
@@ -180,9 +185,7 @@ async def admin(
             config=gateway.config,
             ready=lambda: gateway.readiness,
             clock=lambda: NOW,
-            token=token,
-            own_names=own_names,
-            max_body_bytes=100_000,
+            settings=lambda: AdminSettings(token=token, own_names=own_names, max_body_bytes=100_000),
         )
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -320,7 +323,12 @@ async def test_a_session_is_moved_and_forgotten(client: httpx.AsyncClient, gatew
 
 
 async def test_config_is_passed_on(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/admin/config")).json() == {"auth": {"admin_token": "**********"}}
+    assert (await client.get("/admin/config")).json() == {
+        "settings": {"auth": {"admin_token": "**********"}},
+        "origins": {},
+        "needs_restart": ["server.port"],
+        "problems": [],
+    }
 
 
 async def test_metrics_are_prometheus_text(client: httpx.AsyncClient, gateway: Gateway) -> None:

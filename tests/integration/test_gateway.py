@@ -290,7 +290,7 @@ async def test_secrets_stay_inside() -> None:
             answer = await r.http.get(r.ports.admin_url + path, headers=auth)
             assert "secret" not in answer.text, path
         config = await r.admin("/admin/config", headers=auth)
-        assert config["auth"]["admin_token"] == config["workers"][0]["api_key"] == "**********"
+        assert config["settings"]["auth"]["admin_token"] == config["settings"]["workers"][0]["api_key"] == "**********"
 
 
 async def test_nobody_serves_an_unknown_model_or_an_empty_fleet() -> None:

@@ -34,7 +34,7 @@ def test_no_secret_comes_out_again(tmp_path: Path) -> None:
         engine = found(engine_log, r"at (http://\S+),")
         config = tmp_path / "kvgate.yaml"
         tree: dict[str, Any] = {
-            "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0},
+            "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0, "ready_timeout_s": 1},
             "auth": {
                 "keys_file": str(keys),
                 "keys": [{"key": OTHER, "tenant": "b"}],
@@ -76,8 +76,8 @@ def test_no_secret_comes_out_again(tmp_path: Path) -> None:
                 said.append(answer.text + str(answer.headers))
             said.append(admin.post("/admin/explain", content=json.dumps(BODY), headers=headers).text)
         shown = admin.get("/admin/config", headers=token).json()
-        assert shown["auth"]["admin_token"] == shown["auth"]["keys"][0]["key"] == "**********"
-        assert shown["workers"][0]["api_key"] == "**********"
+        assert shown["settings"]["auth"]["admin_token"] == shown["settings"]["auth"]["keys"][0]["key"] == "**********"
+        assert shown["settings"]["workers"][0]["api_key"] == "**********"
         worker_saw = httpx.get(f"{engine}/sim/state").text
     everything = "\n".join([*said, worker_saw, log.read_text(), engine_log.read_text()])
     assert '"tenant":"a"' in everything

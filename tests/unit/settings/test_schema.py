@@ -33,7 +33,7 @@ def test_every_number_has_a_unit_and_a_default_or_none() -> None:
     for key, entry in keys_of(json_schema()).items():
         kinds = {entry.get("type")} | {each.get("type") for each in entry.get("anyOf", ())}
         if kinds & {"integer", "number"}:
-            assert unit_of(key.rpartition(".")[2]) is not None, key
+            assert unit_of(key.rpartition(".")[2]) is not None, f"{key}: name its unit in gateway/settings/schema.py"
             assert "Unit: " in entry["description"], key
             assert "default" in entry, key
 

@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 from gateway.records import Endpoint, MissCause, Outcome, PrefixMode, Result, StageTimes, Tier, TrustState, WorkerId
 from gateway.telemetry import (
     ClientReading,
+    ConfigReading,
     Exposition,
     FeedReading,
     IndexReading,
@@ -91,6 +92,9 @@ class Numbers:
             1,
             (PeerReading("02", 0.5, 60.0, 3, 1, 0),),
         )
+
+    def config(self) -> ConfigReading:
+        return ConfigReading({"applied": 2, "refused": 1}, True, 3)
 
     def task_restarts(self) -> int:
         return 3
@@ -300,6 +304,9 @@ def test_gauges_come_from_their_owners() -> None:
     assert value(text, "index_blocks", worker="w1", tier="cpu") == 7
     assert value(text, "index_bytes") == 12345
     assert value(text, "client_connections") == 7
+    assert value(text, "config_reloads_total", result="applied") == 2
+    assert value(text, "config_stale") == 1
+    assert value(text, "config_needs_restart") == 3
     assert value(text, "client_buffered_bytes") == 4096
     assert value(text, "client_turned_away_total") == 2
     assert value(text, "index_truncated_total") == 2
