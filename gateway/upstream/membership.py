@@ -138,10 +138,9 @@ class Membership:
         member.look.set()
 
     def apply(self, settings: MembershipSettings) -> None:
-        """Other periods, and block sizes of keys that the fleet may have changed; everybody is probed soon, since what
-        a model's prompts are cut with may have changed too."""
+        """Other periods. Everybody is probed soon: the block size of a pool's keys and what prompts are cut with may have
+        changed too."""
         self._settings = settings
-        self._fit_block_sizes()
         for member in self._members.values():
             if member.poller is not None:
                 member.poller.pace(settings.poll_s)
