@@ -27,6 +27,8 @@ async def open_store(address: StoreAddress) -> AsyncIterator[Client]:
     its caller knows better when to. Raises what `STORE_ERRORS` names, OSError for certificates that cannot be read."""
     client, others = _make(address)
     try:
+        if address.kind is StoreKind.CLUSTER:
+            await client.initialize()  # a subscription must know which node to ask
         yield client
     finally:
         for one in (client, *others):
@@ -60,4 +62,4 @@ def _make(address: StoreAddress) -> tuple[Client, list[Redis]]:
             return sentinel.master_for(address.service or ""), sentinel.sentinels
         case StoreKind.CLUSTER:
             nodes = [ClusterNode(host, port) for host, port in address.hosts]
-            return RedisCluster(startup_nodes=nodes, cluster_error_retry_attempts=1, **options), []
+            return RedisCluster(startup_nodes=nodes, **options), []
