@@ -36,8 +36,10 @@ types: install
 imports: install
 	$(BIN)/lint-imports
 
-unit: install
-	$(BIN)/pytest
+# Most tests wait for something, so there are more processes than cores. JOBS=0 runs them one after another in one process.
+JOBS ?= 4
+unit: install ## the tests, JOBS processes at a time
+	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10
 
 docs: install ## write docs/reference from the code
 	$(BIN)/python docs/generate_reference.py

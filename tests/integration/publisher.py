@@ -103,21 +103,18 @@ class Engine:
         self.mend()
 
     def cut(self) -> None:
-        """The event socket goes, and its connections with it."""
+        """The event socket goes, its connections with it, and its port is free."""
+        watch = self._live.get_monitor_socket(zmq.EVENT_CLOSED)
         self._live.close(linger=0)
+        closed = watch.poll(DEADLINE_S * 1e3)  # by a thread of ZMQ's
+        watch.close(linger=0)
+        assert closed
 
     def mend(self) -> None:
         """The event socket is there again."""
         self._live = self._context.socket(zmq.XPUB)
         self._live.setsockopt(zmq.SNDHWM, 0)
-        until = time.monotonic() + DEADLINE_S
-        while True:
-            try:
-                self._live.bind(f"tcp://127.0.0.1:{self.port}")
-                break
-            except zmq.ZMQError:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+        self._live.bind(f"tcp://127.0.0.1:{self.port}")
 
     def close(self) -> None:
         self._stop()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -19,9 +16,8 @@ import pytest
 
 from gateway.config import read_keys
 from gateway.credentials import key_hash
+from tests.integration.processes import KVGATE, PATIENCE_S, Program, Served, engine, gateway
 
-KVGATE = [sys.executable, "-m", "gateway"]
-PATIENCE_S = 30.0
 BODY = {
     "model": "demo",
     "max_tokens": 5,
@@ -32,56 +28,13 @@ BODY = {
 }
 
 
-@contextmanager
-def running(*args: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVGATE_")}
-    with log.open("wb") as out:
-        process = subprocess.Popen([*KVGATE, *args], stderr=out, stdout=out, env=environment)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(PATIENCE_S)
-
-
-def found(log: Path, pattern: str) -> str:
-    """The first group of a pattern in a log, as soon as it is there."""
-    until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until:
-        match = re.search(pattern, log.read_text())
-        if match:
-            return match[1]
-        time.sleep(0.02)
-    raise AssertionError(f"no {pattern!r} in:\n{log.read_text()}")
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def ready(url: str) -> Callable[[], bool]:
-    def check() -> bool:
-        return httpx.get(f"{url}/ready").status_code == 200
-
-    return check
-
-
 def test_serve_engine_curl_explain_and_a_clean_end(tmp_path: Path) -> None:
     body = tmp_path / "body.json"
     body.write_text(json.dumps(BODY))
     with ExitStack() as stack:
-        workers = []
-        for number in (1, 2):
-            log = tmp_path / f"engine{number}.log"
-            stack.enter_context(running("engine", "--port", "0", "--speed", "50", log=log))
-            workers += ["--worker", found(log, r"at (http://\S+),")]
-        log = tmp_path / "serve.log"
-        gateway = stack.enter_context(running("serve", *workers, "--port", "0", "--admin-port", "0", log=log))
-        url, admin = found(log, r'"url":"([^"]+)'), found(log, r'"admin":"([^"]+)')
-        eventually(ready(url))
+        workers = [engine(stack, "--speed", "50")[1] for _ in range(2)]
+        served = gateway(stack, *_workers(workers))
+        program, url, admin = served.program, served.url, served.admin
 
         curl = [
             "curl",
@@ -113,7 +66,7 @@ def test_serve_engine_curl_explain_and_a_clean_end(tmp_path: Path) -> None:
             assert isinstance(decision, dict)
             return decision
 
-        eventually(lambda: int(str(explained()["predicted_tokens"])) > 0)
+        program.until(lambda: int(str(explained()["predicted_tokens"])) > 0)
         assert explained()["worker"] == chosen
         table = subprocess.run(
             [*KVGATE, "explain", "-", "--admin", admin],
@@ -121,32 +74,27 @@ def test_serve_engine_curl_explain_and_a_clean_end(tmp_path: Path) -> None:
         )  # fmt: skip
         assert f"-> {chosen}" in table.stdout.decode()
 
-        gateway.send_signal(signal.SIGTERM)
-        assert gateway.wait(PATIENCE_S) == 0
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        program.process.send_signal(signal.SIGTERM)
+        assert program.ended() == 0
+        lines = [json.loads(line) for line in program.output.splitlines()]
         assert [line["event"] for line in lines].count("request") == 1
         assert lines[-1]["event"] == "stopped"
         assert lines[-1]["open_leases"] == 0
-        assert "bicycle" not in log.read_text()
+        assert "bicycle" not in program.output
 
 
-def test_open_streams_finish_after_sigterm(tmp_path: Path) -> None:
-    engine_log, log = tmp_path / "engine.log", tmp_path / "serve.log"
+def test_open_streams_finish_after_sigterm() -> None:
     with ExitStack() as stack:
-        stack.enter_context(running("engine", "--port", "0", log=engine_log))
-        worker = found(engine_log, r"at (http://\S+),")
-        gateway = stack.enter_context(running("serve", "--worker", worker, "--port", "0", "--admin-port", "0", log=log))
-        url = found(log, r'"url":"([^"]+)')
-        eventually(ready(url))
+        served, _ = _gateway_and_engines(stack, engines=1)
         client = stack.enter_context(httpx.Client(timeout=PATIENCE_S))
         body = {"model": "demo", "prompt": [400] * 64, "max_tokens": 100, "stream": True}
-        with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        with client.stream("POST", f"{served.url}/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            gateway.send_signal(signal.SIGTERM)
+            served.program.process.send_signal(signal.SIGTERM)
             text = "".join(lines)
         assert text.endswith("data: [DONE]")
-        assert gateway.wait(PATIENCE_S) == 0
+        assert served.program.ended() == 0
 
 
 def _streams(stack: ExitStack, url: str, count: int, tokens: int) -> list[Iterator[str]]:
@@ -161,27 +109,22 @@ def _streams(stack: ExitStack, url: str, count: int, tokens: int) -> list[Iterat
     return begun
 
 
-def _gateway_and_engines(
-    stack: ExitStack, tmp_path: Path, *, engines: int
-) -> tuple[subprocess.Popen[bytes], list[subprocess.Popen[bytes]], str, Path]:
-    processes, workers = [], []
-    for number in range(engines):
-        engine_log = tmp_path / f"engine{number}.log"
-        processes.append(stack.enter_context(running("engine", "--port", "0", log=engine_log)))
-        workers += ["--worker", found(engine_log, r"at (http://\S+),")]
-    log = tmp_path / "serve.log"
-    gateway = stack.enter_context(running("serve", *workers, "--port", "0", "--admin-port", "0", log=log))
-    url = found(log, r'"url":"([^"]+)')
-    eventually(ready(url))
-    return gateway, processes, url, log
+def _workers(urls: Sequence[str]) -> list[str]:
+    return [part for url in urls for part in ("--worker", url)]
 
 
-def test_fifty_streams_finish_while_nothing_new_is_taken(tmp_path: Path) -> None:
+def _gateway_and_engines(stack: ExitStack, *, engines: int) -> tuple[Served, list[Program]]:
+    started = [engine(stack) for _ in range(engines)]
+    return gateway(stack, *_workers([url for _, url in started])), [program for program, _ in started]
+
+
+def test_fifty_streams_finish_while_nothing_new_is_taken() -> None:
     with ExitStack() as stack:
-        gateway, _, url, log = _gateway_and_engines(stack, tmp_path, engines=2)
+        served, _ = _gateway_and_engines(stack, engines=2)
+        program, url = served.program, served.url
         streams = _streams(stack, url, 50, tokens=150)
-        gateway.send_signal(signal.SIGTERM)
-        found(log, r'"event":"(draining)')
+        program.process.send_signal(signal.SIGTERM)
+        program.found(r'"event":"(draining)')
         assert httpx.get(f"{url}/ready").status_code == 503
         assert httpx.get(f"{url}/health").status_code == 200
         refused = httpx.post(f"{url}/v1/chat/completions", json=BODY)
@@ -191,29 +134,31 @@ def test_fifty_streams_finish_while_nothing_new_is_taken(tmp_path: Path) -> None
             text = [line for line in lines if line]
             assert text[-1] == "data: [DONE]"
             assert not any('"error":' in line for line in text)
-        assert gateway.wait(PATIENCE_S) == 0
-        last = json.loads(log.read_text().splitlines()[-1])
+        assert program.ended() == 0
+        last = json.loads(program.output.splitlines()[-1])
         assert (last["event"], last["open_leases"]) == ("stopped", 0)
 
 
-def test_a_second_signal_forces_the_end(tmp_path: Path) -> None:
+def test_a_second_signal_forces_the_end() -> None:
     with ExitStack() as stack:
-        gateway, _, url, log = _gateway_and_engines(stack, tmp_path, engines=1)
-        streams = _streams(stack, url, 1, tokens=2000)
-        gateway.send_signal(signal.SIGTERM)
-        found(log, r'"event":"(draining)')
-        assert gateway.poll() is None
-        gateway.send_signal(signal.SIGTERM)
-        assert gateway.wait(PATIENCE_S) == -signal.SIGTERM
+        served, _ = _gateway_and_engines(stack, engines=1)
+        program, process = served.program, served.program.process
+        streams = _streams(stack, served.url, 1, tokens=2000)
+        process.send_signal(signal.SIGTERM)
+        program.found(r'"event":"(draining)')
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert program.ended() == -signal.SIGTERM
         with pytest.raises(httpx.TransportError):
             list(streams[0])
 
 
-def test_a_killed_worker_takes_its_own_streams_only(tmp_path: Path) -> None:
+def test_a_killed_worker_takes_its_own_streams_only() -> None:
     with ExitStack() as stack:
-        gateway, engines, url, log = _gateway_and_engines(stack, tmp_path, engines=2)
+        served, engines = _gateway_and_engines(stack, engines=2)
+        url = served.url
         streams = _streams(stack, url, 20, tokens=150)
-        engines[0].kill()
+        engines[0].process.kill()
         ends = []
         for lines in streams:
             text = [line for line in lines if line]
@@ -221,17 +166,16 @@ def test_a_killed_worker_takes_its_own_streams_only(tmp_path: Path) -> None:
         broken = [json.loads(end[6:])["error"]["code"] for end in ends if end != "data: [DONE]"]
         assert set(broken) == {"worker_broken"}
         assert 0 < len(broken) < len(ends)
-        admin = found(log, r'"admin":"([^"]+)')
         for _ in range(5):
             assert httpx.post(f"{url}/v1/chat/completions", json=BODY).status_code == 200
-        metrics = httpx.get(f"{admin}/metrics").text
+        metrics = served.page("/metrics")
         for name in ("accounting_drift", "worker_inflight_requests", "worker_inflight_tokens"):
             values = re.findall(rf"^kvgate_{name}\{{.*\}} (\S+)$", metrics, re.MULTILINE)
             assert values
             assert {float(value) for value in values} == {0.0}
         assert "kvgate_task_restarts_total 0" in metrics
-        gateway.send_signal(signal.SIGTERM)
-        assert gateway.wait(PATIENCE_S) == 0
+        served.program.process.send_signal(signal.SIGTERM)
+        assert served.program.ended() == 0
 
 
 def test_demo_prints_figures(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.integration.flood import BLOCKS_A_BATCH
-from tests.integration.test_cli import eventually, found, running
+from tests.integration.processes import Program, engine, running
 from tests.integration.truth import COMPLETIONS, body, prompt
 
 REPLAYED = 40_000
@@ -56,6 +56,7 @@ class Stand:
     url: str
     admin: str
     processes: tuple[int, ...]
+    gateway: Program
 
     def waited_s(self) -> float:
         """Seconds their main threads have been ready to run without a core, so far; 0 where the kernel does not say."""
@@ -77,18 +78,17 @@ class Stand:
 def stand(directory: Path) -> Iterator[tuple[Stand, subprocess.Popen[str]]]:
     """A gateway in front of one engine, whose events are the publisher's to tell."""
     with ExitStack() as stack:
-        log = directory / "engine.log"
-        engine = stack.enter_context(running("engine", "--port", "0", "--speed", "100", "--no-events", log=log))
+        worker_program, worker_url = engine(stack, "--speed", "100", "--no-events")
         publisher, endpoints = stack.enter_context(flooding())
         config = directory / "kvgate.json"
-        worker: dict[str, Any] = {"name": "w1", "url": found(log, r"at (http://\S+),"), **endpoints}
+        worker: dict[str, Any] = {"name": "w1", "url": worker_url, **endpoints}
         config.write_text(json.dumps({"workers": [worker]}))
-        log = directory / "serve.log"
         serve = ("serve", "--config", str(config), "--port", "0", "--admin-port", "0")
-        gateway = stack.enter_context(running(*serve, log=log))
-        url, admin = found(log, r'"url":"([^"]+)'), found(log, r'"admin":"([^"]+)')
-        found(log, r'"event":"(worker joined)')
-        yield Stand(url, admin, (os.getpid(), gateway.pid, engine.pid)), publisher
+        gateway = stack.enter_context(running(*serve))
+        url, admin = gateway.found(r'"url":"([^"]+)'), gateway.found(r'"admin":"([^"]+)')
+        gateway.found(r'"event":"(worker joined)')
+        pids = os.getpid(), gateway.process.pid, worker_program.process.pid
+        yield Stand(url, admin, pids, gateway), publisher
 
 
 def held_up(stand: Stand, client: http.client.HTTPConnection, seed: int) -> float:
@@ -125,7 +125,7 @@ def added_p99(directory: Path) -> float:
             assert time.monotonic() < until
         # Ready means caught up; what is published from then on comes as it comes.
         assert one.resident() >= BLOCKS_A_BATCH * REPLAYED
-        eventually(lambda: one.resident() == BLOCKS_A_BATCH * (REPLAYED + LIVE))
+        one.gateway.until(lambda: one.resident() == BLOCKS_A_BATCH * (REPLAYED + LIVE))
         assert len(flood) >= 10
         return p99(flood) - statistics.median(calm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import httpx
 import yaml
 
 from gateway.credentials import key_hash
+from tests.integration.processes import PATIENCE_S, Served, engine, running
 from tests.integration.relay_rig import CHAT
-from tests.integration.test_cli import BODY, PATIENCE_S, eventually, found, ready, running
+from tests.integration.test_cli import BODY
 
 CLIENT = "kvg-client-secret-0123456789"
 OTHER = "kvg-other-secret-0123456789"
@@ -29,9 +31,7 @@ def test_no_secret_comes_out_again(tmp_path: Path) -> None:
     keys.write_text(yaml.safe_dump({"keys": [{"tenant": "a", "hash": key_hash(CLIENT), "requests_per_minute": 1}]}))
     said: list[str] = []
     with ExitStack() as stack:
-        engine_log, log = tmp_path / "engine.log", tmp_path / "serve.log"
-        stack.enter_context(running("engine", "--port", "0", "--speed", "50", log=engine_log))
-        engine = found(engine_log, r"at (http://\S+),")
+        worker, worker_url = engine(stack, "--speed", "50")
         config = tmp_path / "kvgate.yaml"
         tree: dict[str, Any] = {
             "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0, "ready_timeout_s": 1},
@@ -42,17 +42,16 @@ def test_no_secret_comes_out_again(tmp_path: Path) -> None:
                 "admin_token": TOKEN,
             },
             "workers": [
-                {"url": engine, "name": "w1", "api_key": WORKER},
+                {"url": worker_url, "name": "w1", "api_key": WORKER},
                 {"url": "http://127.0.0.1:9", "name": "gone", "api_key": GONE},
             ],
             "telemetry": {"log_level": "debug"},
         }
         config.write_text(yaml.safe_dump(tree))
-        stack.enter_context(running("serve", "--config", str(config), log=log))
-        url, admin_url = found(log, r'"url":"([^"]+)'), found(log, r'"admin":"([^"]+)')
-        eventually(ready(url))
-        client = stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE_S))
-        admin = stack.enter_context(httpx.Client(base_url=admin_url, timeout=PATIENCE_S))
+        program = stack.enter_context(running("serve", "--config", str(config)))
+        served = Served(program)
+        client = stack.enter_context(httpx.Client(base_url=served.url, timeout=PATIENCE_S))
+        admin = stack.enter_context(httpx.Client(base_url=served.admin, timeout=PATIENCE_S))
 
         statuses = []
         for key in (CLIENT, OTHER, WRONG):
@@ -64,7 +63,7 @@ def test_no_secret_comes_out_again(tmp_path: Path) -> None:
         assert {200, 401, 404, 400, 429} <= set(statuses)
         said.append(client.get("/v1/models", headers={"authorization": f"Bearer {WRONG}"}).text)
         keys.write_text(f"keys: [{{tenant: a, key: {CLIENT}}}]")
-        eventually(lambda: "keys file not used" in log.read_text())
+        program.found("(keys file not used)")
 
         token = {"authorization": f"Bearer {TOKEN}"}
         admin.post("/admin/workers", json={"url": "http://127.0.0.1:9", "api_key": ADDED}, headers=token)
@@ -78,8 +77,10 @@ def test_no_secret_comes_out_again(tmp_path: Path) -> None:
         shown = admin.get("/admin/config", headers=token).json()
         assert shown["settings"]["auth"]["admin_token"] == shown["settings"]["auth"]["keys"][0]["key"] == "**********"
         assert shown["settings"]["workers"][0]["api_key"] == "**********"
-        worker_saw = httpx.get(f"{engine}/sim/state").text
-    everything = "\n".join([*said, worker_saw, log.read_text(), engine_log.read_text()])
+        worker_saw = httpx.get(f"{worker_url}/sim/state").text
+        program.process.send_signal(signal.SIGTERM)
+        assert program.ended() == 0
+    everything = "\n".join([*said, worker_saw, program.output, worker.output])
     assert '"tenant":"a"' in everything
     for secret in (CLIENT, OTHER, WRONG, WORKER, TOKEN, GONE, ADDED, key_hash(CLIENT), key_hash(OTHER)):
         at = everything.find(secret)

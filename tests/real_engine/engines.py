@@ -1,7 +1,7 @@
 """Starting a real vLLM server on loopback, with a tiny model and its events on.
 
 `REAL_VLLM` names the `vllm` program of an installation that runs on this machine (`docs/testing-with-real-engines.md`
-says how to make one without a GPU). Without it the tests of this folder are skipped.
+says how to make one without a GPU). Without it the tests of this folder fail.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import pytest
 
 START_WITHIN_S = 900.0
 MODEL = "tiny"
@@ -54,13 +53,10 @@ class Engine:
 
 
 def program() -> Path:
-    """The `vllm` program; skips the test with the reason when there is none."""
-    named = os.environ.get("REAL_VLLM")
-    if not named:
-        pytest.skip("REAL_VLLM does not name a vllm program (docs/testing-with-real-engines.md)")
-    path = Path(named)
-    if not os.access(path, os.X_OK):
-        pytest.skip(f"REAL_VLLM: {path} is no program")
+    """The `vllm` program."""
+    path = Path(os.environ.get("REAL_VLLM", ""))
+    assert path.is_file(), "REAL_VLLM does not name a vllm program (docs/testing-with-real-engines.md)"
+    assert os.access(path, os.X_OK), f"REAL_VLLM: {path} is no program"
     return path
 
 
@@ -106,14 +102,12 @@ def running(model: Path, setup: EngineSetup, *, log: Path) -> Iterator[Engine]:
 def _until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     until = time.monotonic() + START_WITHIN_S
     while time.monotonic() < until:
-        if process.poll() is not None:
-            raise AssertionError(f"the engine ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-        try:
+        with suppress(httpx.HTTPError):
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
+        with suppress(subprocess.TimeoutExpired):
+            ended = process.wait(0.5)
+            raise AssertionError(f"the engine ended with {ended}:\n{log.read_text()[-4000:]}")
     raise AssertionError(f"the engine was not ready within {START_WITHIN_S:g} s:\n{log.read_text()[-4000:]}")
 
 
