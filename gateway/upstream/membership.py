@@ -138,8 +138,8 @@ class Membership:
         member.look.set()
 
     def apply(self, settings: MembershipSettings) -> None:
-        """Other periods. Everybody is probed soon: the block size of a pool's keys and what prompts are cut with may have
-        changed too."""
+        """Other periods. Everybody is probed soon: the block size of a pool's keys and what prompts are cut with may
+        have changed too."""
         self._settings = settings
         for member in self._members.values():
             if member.poller is not None:
