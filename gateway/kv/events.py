@@ -62,6 +62,9 @@ _NO_PARENT: Final = frozenset({0, 5740354900026072187})
 # First bytes of a batch that may tell its rank: an array of three, and a time in seconds or milliseconds.
 _RANKED: Final = frozenset({b"\x93\xcb", b"\x93\xcf"})
 
+_NOTHING_EXTRA: Final = [None]
+"""Extra keys of the usual event: one block, none of them."""
+
 _END_MARKER: Final = b"\xff" * 8
 
 
@@ -351,24 +354,32 @@ def _event(raw: Any) -> KvEvent | str:
 
 
 def _of_wire(wire: _WireStored | _ArrayStored | _WireRemoved | _WireCleared) -> KvEvent | str:
+    if isinstance(wire, _StoredFields):  # first: there are many more of them
+        return _of_stored(wire)
     if isinstance(wire, _WireCleared):
         return Cleared()
     medium = wire.medium
     tier = _TIERS.get(medium) or _tier(medium)
+    return "unknown_medium" if tier is None else Removed(_fold_all(wire.block_hashes), tier, wire.group_idx)
+
+
+def _of_stored(wire: _WireStored | _ArrayStored) -> Stored | str:
+    medium = wire.medium
+    tier = _TIERS.get(medium) or _tier(medium)
     if tier is None:
         return "unknown_medium"
-    hashes = _fold_all(wire.block_hashes)
-    if isinstance(wire, _WireRemoved):
-        return Removed(hashes, tier, wire.group_idx)
-    parent = wire.parent_block_hash
+    names: list[Any] = wire.block_hashes
+    name = names[0] if len(names) == 1 else None
+    hashes: list[Any] = [name & _MASK64] if type(name) is int else _fold_all(names)  # no call for the usual one
+    parent: Any = wire.parent_block_hash
     if parent is not None:
-        parent = _fold(parent)
+        parent = parent & _MASK64 if type(parent) is int else _fold(parent)
         if parent in _NO_PARENT:
             parent = None
     adapter, salt = wire.lora_name, wire.cache_salt
     extra_keys = wire.extra_keys
     extras = None
-    if extra_keys is not None and any(extra_keys):
+    if extra_keys is not None and extra_keys != _NOTHING_EXTRA and any(extra_keys):
         salt, extras = _split_extras(extra_keys, adapter, at_root=parent is None)
         if len(extra_keys) != len(hashes):
             return "malformed"

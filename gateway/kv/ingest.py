@@ -16,9 +16,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from struct import error as StructError
 from typing import Final
 
-from gateway.keys import chain, with_extra
+from gateway.keys import chain, digest, with_extra
 from gateway.kv.events import KvEvent, Removed, Stored
 from gateway.kv.offload import MAX_FLEETING, MOST_EXCESS
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
@@ -138,6 +139,8 @@ class Placement:
         if not tokens or (tier and worker.counted and not event.keyed and not _own_names(event)):
             self._join(worker, table, event, tier, tally)
             return
+        if len(hashes) == 1 and tier == 0 and self._store_one(worker, table, event, tally):
+            return
         span = 1
         if event.block_size != worker.block_size:
             span, rest = divmod(event.block_size, worker.block_size)
@@ -175,6 +178,38 @@ class Placement:
         if table.orphans:
             for engine_hash in hashes:
                 self._adopt(worker, table, engine_hash, tally)
+
+    def _store_one(self, worker: WorkerTable, table: RankTable, event: Stored, tally: Tally) -> bool:
+        """The usual event of an engine that merges none: one new block on GPU in the keys' own size, its parent known.
+        The same as the long way in two thirds of its time; False, and nothing done, for anything else."""
+        tokens, parent, held = event.tokens, event.parent, table.held[0]
+        (engine_hash,) = event.hashes
+        size = worker.block_size
+        if event.block_size != size or len(tokens) != size or event.extras is not None or engine_hash in held:
+            return False
+        seed = held.get(parent) if parent is not None else worker.root(event.adapter, event.salt)
+        if seed is None or table.orphans:
+            return False
+        try:
+            key = digest(worker.pack(seed, *tokens))
+        except StructError:
+            return False  # wide or no token ids at all: the long way tells
+        held[engine_hash] = key
+        worker.span = 1
+        tally.stored[0] += 1
+        masks, bit = self.masks[0], worker.bit
+        mask = masks.get(key)
+        if mask is None:
+            masks[key] = bit
+        elif not mask & bit:
+            masks[key] = mask | bit
+        elif not worker.promises.held or not worker.promises.confirmed(key):
+            worker.shared[0][key] = worker.shared[0].get(key, 0) + 1
+            worker.blocks[0] -= 1
+        worker.blocks[0] += 1
+        if worker.counted:
+            table.chunks.stored(parent, event.hashes)
+        return True
 
     def _place_all(
         self,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from gateway.keys import namespace
+from gateway.keys import namespace, packer
 from gateway.kv.offload import Chunks, Lifetimes
 from gateway.kv.speculation import Promises
 from gateway.records import BlockKey, EngineHash, Slot, Tier
@@ -225,9 +225,10 @@ class WorkerTable:
     `blocks[tier]` counts its distinct block keys; `shared[tier]` counts holders beyond the first of a key that several
     ranks, or several engine hashes, of the worker stand for. `span` is how many keys one of the engine's own blocks
     covers. `heard`: the worker has announced something. `promises` are keys whose GPU bit says only that a decision
-    sent them. `learned_blocks` is what was learned from routing, in blocks of `block_size` tokens. `epoch` numbers the
-    time it was last bound or purged, `clears` and `removed` count what its events took away since it was bound;
-    `hidden` counts purges that have begun and not ended, `weighed` is the last `weight` taken.
+    sent them. `pack` is `keys.packer` of its block size. `learned_blocks` is what was learned from routing, in blocks
+    of `block_size` tokens. `epoch` numbers the time it was last bound or purged, `clears` and `removed` count what its
+    events took away since it was bound; `hidden` counts purges that have begun and not ended, `weighed` is the last
+    `weight` taken.
     """
 
     __slots__ = (
@@ -242,6 +243,7 @@ class WorkerTable:
         "hidden",
         "ignored",
         "learned_blocks",
+        "pack",
         "previews",
         "promises",
         "ranks",
@@ -256,6 +258,7 @@ class WorkerTable:
         self.slot = slot
         self.bit = 1 << slot
         self.block_size = block_size
+        self.pack = packer(block_size)
         self.counted = counted
         self.heard = False
         self.hidden = 0
