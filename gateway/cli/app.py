@@ -20,7 +20,7 @@ from gateway.cli.traffic import add_traffic_commands
 from gateway.cli.workers import add_worker_commands
 from gateway.config import Sources
 from gateway.credentials import KeySettings, key_hash, make_key
-from gateway.settings import POLICIES
+from gateway.settings import POLICIES, WorkerSettings
 
 app = typer.Typer(
     name="kvgate",
@@ -217,6 +217,51 @@ def key(
         typer.echo("kvgate: --tenant is 1 to 64 letters, digits, dots, dashes or underscores", err=True)
         raise typer.Exit(2) from error
     typer.echo(f"key:   {secret}\nentry: - {{tenant: {tenant}, hash: {key_hash(secret)}}}")
+
+
+@app.command()
+def register(
+    worker: Annotated[str, typer.Option("--worker", "-w", help="Base URL at which the gateways reach the worker.")],
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of the store. Others can read it in the list of processes: a password belongs into "
+            "KVGATE_REDIS__PASSWORD or the configuration.",
+            show_default="redis.url of the settings",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the worker.", show_default="made of its address")] = None,
+    pool: Annotated[str, typer.Option(help="Label `pool` of its metrics.")] = "default",
+    engine: Annotated[str, typer.Option(help="auto, vllm or sglang.")] = "auto",
+    kv_events: Annotated[str, typer.Option(help="ZMQ endpoint of its KV events, auto, or off.")] = "auto",
+    kv_replay: Annotated[str, typer.Option(help="ZMQ endpoint of the event replay, auto, or off.")] = "auto",
+    heartbeat: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two announcements; it is gone after three.")
+    ] = 5.0,
+    config: ConfigOption = None,
+) -> None:
+    """Announce a worker to all gateways with `discovery.registry`, as long as it answers; take it out on SIGTERM.
+
+    \b
+    kvgate register --redis redis://store:6379 --worker http://10.0.0.1:8000
+    """
+    from gateway.cli.register import run
+
+    tree: dict[str, Any] = {"redis": {"url": redis}} if redis is not None else {}
+    settings = read_or_exit(Sources(config, tree)).settings
+    address = settings.redis.address()
+    if address is None:
+        typer.echo("kvgate: no store: give --redis, or redis.url in the configuration", err=True)
+        raise typer.Exit(2)
+    given = {"url": worker, "pool": pool, "engine": engine, "kv_events": kv_events, "kv_replay": kv_replay}
+    try:
+        entry = WorkerSettings.model_validate(given | ({"name": name} if name is not None else {}))
+    except ValidationError as error:
+        for problem in error.errors():
+            option = "--" + ".".join(map(str, problem["loc"])).replace("_", "-").replace("--url", "--worker")
+            typer.echo(f"kvgate: {option}: {problem['msg'].removeprefix('Value error, ')}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(run(entry, address, prefix=settings.redis.prefix, heartbeat_s=heartbeat))
 
 
 @app.command()

@@ -1,12 +1,13 @@
 """What gateways that serve one fleet tell each other over Redis. Advice: nothing here is ever in a request's way.
 
 Face: `Journal` (what this replica tells), `Peers` (what the others told, put into the core), `Exchange` (the tasks that
-carry messages), `StoreAddress` (where the store is).
+carry messages), `RegistrySource` and `Announcer` (workers that announce themselves), `StoreAddress` (where it all is).
 """
 
 from gateway.replicas.address import StoreAddress
 from gateway.replicas.exchange import Exchange
 from gateway.replicas.journal import Journal
 from gateway.replicas.peers import Peers
+from gateway.replicas.registry import Announcer, RegistrySource
 
-__all__ = ["Exchange", "Journal", "Peers", "StoreAddress"]
+__all__ = ["Announcer", "Exchange", "Journal", "Peers", "RegistrySource", "StoreAddress"]

@@ -202,7 +202,7 @@ class Gateway:
         await self._serve(app, client_socket, http=client_protocol(self.edge), tls=tls)
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
         await self.enrolment.configured(settings.worker_specs())
-        self.enrolment.follow(sources_of(settings.discovery, clock=self.clock, rng=self._rng), self.supervisor)
+        self.enrolment.follow(sources_of(settings, clock=self.clock, rng=self._rng), self.supervisor)
         self._watch_files(sources=self.reload.files())
         self.ports = Ports(_url(client_socket, server.host, tls=tls is not None), _url(admin_socket, server.admin_host))
         self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)

@@ -6,12 +6,28 @@ from collections.abc import Callable
 from random import Random
 
 from gateway.discovery import DnsName, DnsSource, Source
-from gateway.settings import DiscoverySettings, DnsSettings, name_server
+from gateway.discovery.roster import short_hash
+from gateway.records import WorkerSpec
+from gateway.replicas import RegistrySource
+from gateway.settings import DnsSettings, Settings, WorkerSettings, name_server
 
 
-def sources_of(settings: DiscoverySettings, *, clock: Callable[[], float], rng: Random) -> list[Source]:
+def sources_of(settings: Settings, *, clock: Callable[[], float], rng: Random) -> list[Source]:
     """One for each entry; they do nothing until they run."""
-    return [DnsSource(_dns_name(entry), clock=clock, rng=rng) for entry in settings.dns]
+    sources: list[Source] = [DnsSource(_dns_name(entry), clock=clock, rng=rng) for entry in settings.discovery.dns]
+    registry, store = settings.discovery.registry, settings.redis.address()
+    if registry is not None and store is not None:
+        prefix = settings.redis.prefix
+        sources.append(
+            RegistrySource(store, prefix=prefix, refresh_s=registry.refresh_s, read=_registered, clock=clock, rng=rng)
+        )
+    return sources
+
+
+def _registered(text: bytes) -> WorkerSpec:
+    """A worker that announced itself. Raises ValueError for what is no entry of `workers`."""
+    worker = WorkerSettings.model_validate_json(text)
+    return worker.as_spec(worker.name or f"w-{short_hash(worker.url)}", worker.url)
 
 
 def _dns_name(entry: DnsSettings) -> DnsName:

@@ -7,7 +7,7 @@ Rules:
 """
 
 from gateway.settings.changes import all_keys, changed_keys, value_of, with_keys_of
-from gateway.settings.discovery import DiscoverySettings, DnsSettings, name_server
+from gateway.settings.discovery import DiscoverySettings, DnsSettings, RegistrySettings, name_server
 from gateway.settings.fleet import (
     HealthSettings,
     LoadSettings,
@@ -44,6 +44,7 @@ __all__ = [
     "ModelSettings",
     "PhaseSettings",
     "RedisSettings",
+    "RegistrySettings",
     "RetrySettings",
     "RoutingSettings",
     "ServerSettings",

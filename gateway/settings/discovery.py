@@ -40,10 +40,17 @@ class DnsSettings(WorkerTraits):
         return value
 
 
+class RegistrySettings(Section):
+    """Workers that announce themselves in the store (`kvgate register`); `{}` switches it on."""
+
+    refresh_s: Seconds = Field(1, ge=0.1, description="Seconds between two looks.")
+
+
 class DiscoverySettings(Section):
     """Workers that are found beside those of `workers`."""
 
     dns: tuple[DnsSettings, ...] = Field((), description="Names whose addresses are workers.")
+    registry: RegistrySettings | None = Field(None, description="Workers that announce themselves; needs `redis.url`.")
 
     @model_validator(mode="after")
     def _each_once(self) -> DiscoverySettings:

@@ -72,6 +72,8 @@ class Settings(BaseSettings):
                 f"server.admin_host: {server.admin_host} can be reached from elsewhere: set auth.admin_token, or "
                 "auth.admin_open where the network is trusted"
             )
+        if self.discovery.registry is not None and self.redis.url is None:
+            raise ValueError("discovery.registry: the registry is in the store: set redis.url")
         served = [n for m in self.models for n in (m.name, *m.aliases)]
         for name in {n for n in served if served.count(n) > 1}:
             raise ValueError(f"models: the name {name!r} is used twice")
