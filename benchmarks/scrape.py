@@ -17,6 +17,7 @@ from gateway.telemetry import (
     FeedReading,
     IndexReading,
     PoolReading,
+    PrefixReading,
     ReplicaReading,
     RequestMetrics,
     WorkerReading,
@@ -88,6 +89,10 @@ class Owners:
 
     def config(self) -> ConfigReading:
         return ConfigReading({"applied": 1}, False, 0)
+
+    def prefixes(self) -> Iterable[PrefixReading]:
+        """One model."""
+        return [PrefixReading("llama", 9, 9000, 7000, 2, 640, (64, 128), (0, 3, 1), 500)]
 
     def task_restarts(self) -> int:
         """None."""

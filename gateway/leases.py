@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.checks import Basis, Checks
+from gateway.insight import PrefixInsight
 from gateway.kv import KvIndex, Overlaps, Remembered, Speculation
 from gateway.pool import Fleet, Pool, Reservation, RetryBudget, Worker
 from gateway.records import (
@@ -81,9 +82,10 @@ class Watcher(Protocol):
 class Ledger:
     """Open bookings: counts them on workers and in the index, and takes both back."""
 
-    __slots__ = ("_fading", "_fleet", "_index", "open", "ttl_s", "watcher")
+    __slots__ = ("_fading", "_fleet", "_index", "insight", "open", "ttl_s", "watcher")
 
-    def __init__(self, fleet: Fleet, index: KvIndex, ttl_s: float) -> None:
+    def __init__(self, fleet: Fleet, index: KvIndex, ttl_s: float, insight: PrefixInsight) -> None:
+        self.insight = insight
         self.watcher: Watcher | None = None
         self._fleet = fleet
         self._index = index
@@ -222,6 +224,8 @@ class Lease:
         if ending.usage is not None and outcome.delivered_tokens is not None:
             self._ledger.reported(self._booking, ending.usage.prompt_tokens, outcome.delivered_tokens, ending.ended_at)
         self._learn(ending, outcome)
+        if ending.result is Result.COMPLETED:
+            self._ledger.insight.observe(self._pool.name, self._booking.blocks)
         return outcome
 
     def _learn(self, ending: Ending, outcome: Outcome) -> None:

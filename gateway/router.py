@@ -21,6 +21,7 @@ from random import Random
 
 from gateway.checks import Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
+from gateway.insight import PrefixInsight
 from gateway.kv import KvIndex, Overlaps
 from gateway.leases import Lease, Ledger, Recent, Watcher, answers
 from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Row, View, pick
@@ -39,6 +40,7 @@ from gateway.pool import (
     order,
 )
 from gateway.records import (
+    BlockKey,
     Decision,
     Endpoint,
     InferenceRequest,
@@ -138,13 +140,16 @@ class Router:
         *,
         rng: Random,
         settings: RouterSettings | None = None,
+        insight: PrefixInsight | None = None,
     ) -> None:
         self.fleet = fleet
         self.policy = policy
         self.settings = settings or RouterSettings()
         self.sessions = Sessions(max_sessions=self.settings.max_sessions, ttl_s=self.settings.session_ttl_s)
+        self.insight = insight or PrefixInsight()
+        """What answered prompts have in common."""
         self._index = index
-        self._ledger = Ledger(fleet, index, self.settings.speculative_ttl_s)
+        self._ledger = Ledger(fleet, index, self.settings.speculative_ttl_s, self.insight)
         self._checks = Checks(index)
         self._rng = rng
         self._slow_slots = 0
@@ -187,6 +192,11 @@ class Router:
     def recent(self) -> Sequence[Recent]:
         """The last decisions, newest first."""
         return tuple(reversed(self._recent))
+
+    def holders(self, model: str, key: BlockKey) -> list[WorkerId]:
+        """The workers of a served name that hold this block."""
+        pool, mask = self.fleet.pools.get(model), self._index.holders(key)
+        return [] if pool is None else [worker.id for worker in pool.workers if mask >> worker.slot & 1]
 
     def explain(self, request: InferenceRequest, blocks: PrefixBlocks, now: float) -> Decision:
         """The decision `route` would make, without making it. Raises what `route` raises."""

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
+from gateway.admin.prefix_answers import PrefixesAnswer
 from gateway.admin.state_answers import (
     ConfigAnswer,
     Health,
@@ -67,6 +68,14 @@ def state_routes(views: AdminViews) -> APIRouter:
     async def get_index() -> IndexAnswer:
         """Size of the block index, and what each worker holds."""
         return IndexAnswer.of(views.readings.index(), list(views.readings.workers()))
+
+    @routes.get("/admin/prefixes")
+    async def list_prefixes(
+        limit: Annotated[int, Query(ge=1, le=256, description="Most applications, and most prefixes.")] = 20,
+    ) -> PrefixesAnswer:
+        """What prompts have in common: applications and where their prompts drift apart, the prefixes that save most
+        and who holds them. Named by block keys; no text is kept."""
+        return PrefixesAnswer.of(views.router, limit)
 
     @routes.get("/admin/config")
     async def get_config() -> ConfigAnswer:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gateway.admin.prefix_answers import ApplicationAnswer, PrefixAnswer
 from gateway.admin.state_answers import PoolAnswer, SessionsAnswer
 from gateway.admin.worker_answers import WorkerAnswer, WorkerList
 from gateway.pool import WorkerState
@@ -196,4 +197,45 @@ def session_table(answer: SessionsAnswer) -> Table:
     for worker, number in answer.by_worker.items():
         table.add_row(escape(worker), str(number))
     table.add_row("[bold]all[/]", str(answer.sessions))
+    return table
+
+
+# --------------------------------------------------------------------------- prefixes
+
+
+def application_table(applications: Iterable[ApplicationAnswer]) -> Table:
+    """A line an application."""
+    table = columns(
+        "application", "model", "prompts>", "tokens>", "shared>", "stable>", "drifted>", "lost>", "of all>", "at>"
+    )
+    for one in applications:
+        at = max(one.drift_at, key=lambda parting: parting.prompts, default=None)
+        table.add_row(
+            one.head,
+            escape(one.model),
+            str(one.prompts),
+            count(one.prompt_tokens),
+            share(one.shared_tokens / one.prompt_tokens if one.prompt_tokens else None),
+            DASH if one.stable_tokens is None else str(one.stable_tokens),
+            str(one.drifted),
+            count(one.drift_tokens),
+            share(one.drift_share),
+            DASH if at is None else f"<= {at.up_to_tokens}" if at.up_to_tokens is not None else "beyond",
+        )
+    return table
+
+
+def prefix_table(prefixes: Iterable[PrefixAnswer]) -> Table:
+    """A line a prefix."""
+    table = columns("prefix", "application", "model", "tokens>", "reuse>", "saves>", "held by")
+    for one in prefixes:
+        table.add_row(
+            one.key,
+            one.head,
+            escape(one.model),
+            str(one.tokens),
+            count(one.reuse),
+            count(one.saved_tokens),
+            escape(", ".join(one.workers)) or DASH,
+        )
     return table

@@ -7,11 +7,14 @@ from typing import Annotated
 import typer
 
 from gateway.admin.decision_answers import DecisionList
+from gateway.admin.prefix_answers import PrefixesAnswer
 from gateway.admin.state_answers import PoolList, SessionsAnswer
 from gateway.cli.admin_port import AdminError, AdminOption, TokenOption, admin_port, told
 from gateway.cli.explain import decision_table, show_decision
 from gateway.cli.options import ConfigOption, JsonOption, hands_over
-from gateway.cli.tables import console, pool_table, session_table
+from gateway.cli.tables import application_table, console, pool_table, prefix_table, session_table
+
+_MOST = 256
 
 session_commands = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
@@ -19,7 +22,7 @@ session_commands = typer.Typer(rich_markup_mode=None, invoke_without_command=Tru
 def add_traffic_commands(app: typer.Typer) -> None:
     """Give the root command all of these."""
     app.add_typer(session_commands, name="sessions")
-    for command in (pools, decisions):
+    for command in (pools, decisions, prefixes):
         app.command()(command)
 
 
@@ -185,3 +188,32 @@ def decisions(
         out.print(decision_table(found))
     for decision in found if request is not None else ():
         show_decision(out, decision)
+
+
+def prefixes(
+    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Most applications, and most prefixes.")] = 20,
+    as_json: JsonOption = False,
+    admin: AdminOption = None,
+    token: TokenOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Show what prompts have in common: where those of an application drift apart, and which prefixes save most.
+
+    \b
+    kvgate prefixes
+
+    An application is a model and the first 64 tokens of its prompts, named by a number (no text is kept). `stable` is
+    the length its prompts usually share; `lost` are prompt tokens of those that parted earlier, mostly `at` so many
+    tokens: look there in the prompt for a date, an id or a list in another order.
+    """
+    port = admin_port(admin, token, config)
+    with told():
+        answer = port.get("/admin/prefixes", {"limit": limit})
+        if as_json:
+            typer.echo(answer)
+            return
+        seen = port.parse(PrefixesAnswer, answer)
+    out = console()
+    out.print(application_table(seen.applications))
+    out.print()
+    out.print(prefix_table(seen.prefixes))

@@ -19,6 +19,8 @@ Rules for callers:
 from __future__ import annotations
 
 from collections.abc import Container, Generator, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from types import MappingProxyType
 from typing import Final
 
@@ -423,6 +425,10 @@ class KvIndex:
         return worker is not None and worker.heard
 
     # ------------------------------------------------------------------ numbers
+
+    def holders(self, key: BlockKey) -> int:
+        """The workers that hold this block in any tier, as bits of their slots."""
+        return reduce(or_, (masks.get(key, 0) for masks in self._placement.masks))
 
     def resident(self, slot: Slot, tier: Tier) -> int:
         """Distinct keys the worker holds in a tier."""

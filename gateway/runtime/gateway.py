@@ -349,6 +349,7 @@ class Gateway:
         readings = GatewayReadings(
             fleet=self.fleet,
             index=self.index,
+            insight=self.router.insight,
             membership=self.membership,
             upstream=self.upstream,
             edge=self.edge,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from gateway.edge import Edge
+from gateway.insight import POSITIONS, PrefixInsight
 from gateway.kv import KvIndex
 from gateway.pool import Breaker, Fleet, WorkerState
 from gateway.records import Tier
@@ -18,6 +19,7 @@ from gateway.telemetry import (
     FeedReading,
     IndexReading,
     PoolReading,
+    PrefixReading,
     ReplicaReading,
     WorkerReading,
 )
@@ -41,6 +43,7 @@ class GatewayReadings:
         *,
         fleet: Fleet,
         index: KvIndex,
+        insight: PrefixInsight,
         membership: Membership,
         upstream: Upstream,
         edge: Edge,
@@ -52,6 +55,7 @@ class GatewayReadings:
     ) -> None:
         self._fleet = fleet
         self._index = index
+        self._insight = insight
         self._membership = membership
         self._upstream = upstream
         self._edge = edge
@@ -98,6 +102,21 @@ class GatewayReadings:
         """Every served model."""
         for name, pool in self._fleet.pools.items():
             yield PoolReading(name, len(pool.ready), pool.panic, pool.retries.refused, pool.spilled)
+
+    def prefixes(self) -> Iterable[PrefixReading]:
+        """Every served name that had answers."""
+        for model, seen in self._insight.models.items():
+            yield PrefixReading(
+                model=model,
+                prompts=seen.requests,
+                tokens=seen.prompt_tokens,
+                shared_tokens=seen.shared_tokens,
+                new_heads=seen.new_heads,
+                drift_tokens=seen.drift_tokens,
+                bounds=POSITIONS,
+                positions=tuple(seen.positions),
+                position_tokens=seen.position_tokens,
+            )
 
     def feeds(self) -> Iterable[FeedReading]:
         """Every worker with an event feed."""

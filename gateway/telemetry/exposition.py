@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from gateway.records import TrustState
 from gateway.telemetry import metrics as m
 from gateway.telemetry.metrics import MetricSpec
-from gateway.telemetry.readings import FeedReading, Readings, ReplicaReading, WorkerReading
+from gateway.telemetry.readings import FeedReading, PrefixReading, Readings, ReplicaReading, WorkerReading
 from gateway.telemetry.requests import Histogram, RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,6 +63,7 @@ class Exposition:
         workers, feeds = list(self._readings.workers()), list(self._readings.feeds())
         pools, clients, index = list(self._readings.pools()), self._readings.clients(), self._readings.index()
         restarts, replicas, config = self._readings.task_restarts(), self._readings.replicas(), self._readings.config()
+        prefixes = list(self._readings.prefixes())
         yield from self._write_requests(page)
         yield from _write_workers(page, workers)
         yield from page.family(m.RETRIES_REFUSED, [((pool.model,), pool.retries_refused) for pool in pools])
@@ -81,6 +82,7 @@ class Exposition:
         yield from page.family(m.CONFIG_STALE, [((), int(config.refused))])
         yield from page.family(m.CONFIG_NEEDS_RESTART, [((), config.needs_restart)])
         yield from page.family(m.TASK_RESTARTS, [((), restarts)])
+        yield from _write_prefixes(page, prefixes)
         yield from _write_replicas(page, replicas)
         yield from _write_feeds(page, feeds)
 
@@ -133,6 +135,16 @@ def _write_workers(page: _Page, workers: Sequence[WorkerReading]) -> Iterator[st
     yield from page.family(m.ACCOUNTING_DRIFT, [((w.worker,), w.inflight_requests - w.open_streams) for w in workers])
     yield from page.family(m.INDEX_LEARNED, [((w.worker,), w.learned_blocks) for w in workers])
     yield from page.family(m.INDEX_BLOCKS, [((w.worker, tier), n) for w in workers for tier, n in w.blocks.items()])
+
+
+def _write_prefixes(page: _Page, prefixes: Sequence[PrefixReading]) -> Iterator[str]:
+    yield from page.family(m.PREFIX_PROMPTS, [((p.model,), p.prompts) for p in prefixes])
+    yield from page.family(m.PREFIX_TOKENS, [((p.model,), p.tokens) for p in prefixes])
+    yield from page.family(m.PREFIX_SHARED, [((p.model,), p.shared_tokens) for p in prefixes])
+    yield from page.family(m.PREFIX_NEW_HEADS, [((p.model,), p.new_heads) for p in prefixes])
+    yield from page.family(m.PREFIX_DRIFT, [((p.model,), p.drift_tokens) for p in prefixes])
+    positions = [((p.model,), Histogram.of(p.bounds, p.positions, p.position_tokens)) for p in prefixes]
+    yield from page.histograms(m.PREFIX_DRIFT_POSITION, positions)
 
 
 def _write_replicas(page: _Page, reading: ReplicaReading | None) -> Iterator[str]:

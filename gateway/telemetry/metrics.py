@@ -298,6 +298,27 @@ KV_BLOCKS_REMOVED = _spec(
     "kv_blocks_removed_total", Kind.COUNTER, ("worker", "tier"), "Blocks a worker announced as removed, by tier."
 )
 
+PREFIX_PROMPTS = _spec("prefix_prompts_total", Kind.COUNTER, ("model",), "Answered prompts compared with earlier ones.")
+PREFIX_TOKENS = _spec("prefix_tokens_total", Kind.COUNTER, ("model",), "Their tokens, in full blocks.")
+PREFIX_SHARED = _spec(
+    "prefix_shared_tokens_total", Kind.COUNTER, ("model",), "Those of them that an earlier prompt began with too."
+)
+PREFIX_NEW_HEADS = _spec(
+    "prefix_new_heads_total", Kind.COUNTER, ("model",), "Prompts whose first 64 tokens no prompt of late began with."
+)
+PREFIX_DRIFT = _spec(
+    "prefix_drift_tokens_total",
+    Kind.COUNTER,
+    ("model",),
+    "Prompt tokens lost because a prompt parted from others of its application earlier than they usually do.",
+)
+PREFIX_DRIFT_POSITION = _spec(
+    "prefix_drift_position_tokens",
+    Kind.HISTOGRAM,
+    ("model",),
+    "Where these prompts parted, in tokens.",
+)
+
 METRICS: tuple[MetricSpec, ...] = (
     REQUESTS,
     REQUEST_SECONDS,
@@ -312,6 +333,12 @@ METRICS: tuple[MetricSpec, ...] = (
     REPORTED_PROMPT_TOKENS,
     ROUTE_PREDICTIONS,
     ROUTE_MISSES,
+    PREFIX_PROMPTS,
+    PREFIX_TOKENS,
+    PREFIX_SHARED,
+    PREFIX_NEW_HEADS,
+    PREFIX_DRIFT,
+    PREFIX_DRIFT_POSITION,
     AFFINITY,
     REQUEST_RESULTS,
     RETRIES,

@@ -7,7 +7,7 @@ Everything is read on the loop thread, at once, so one scrape shows one moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -108,6 +108,23 @@ class PoolReading:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixReading:
+    """What answered prompts for one served name had in common (`gateway.insight`), since the start: prompts and their
+    tokens, tokens in common with earlier prompts, prompts whose first tokens were new, tokens lost to drift, and where
+    prompts drifted: how many up to each of `bounds` (tokens), one more above, and the sum of these positions."""
+
+    model: str
+    prompts: int
+    tokens: int
+    shared_tokens: int
+    new_heads: int
+    drift_tokens: int
+    bounds: Sequence[int]
+    positions: Sequence[int]
+    position_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClientReading:
     """The client port: open connections, bytes of request bodies in memory, connections and bodies that were turned
     away because a limit of these was reached."""
@@ -168,6 +185,10 @@ class Readings(Protocol):
 
     def pools(self) -> Iterable[PoolReading]:
         """Every served model."""
+        ...
+
+    def prefixes(self) -> Iterable[PrefixReading]:
+        """Every served name that had answers."""
         ...
 
     def feeds(self) -> Iterable[FeedReading]:

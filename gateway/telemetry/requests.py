@@ -43,6 +43,13 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
+    @classmethod
+    def of(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
+        """One that was counted elsewhere."""
+        histogram = cls(bounds)
+        histogram.counts, histogram.total = list(counts), total
+        return histogram
+
     def observe(self, value: float) -> None:
         """A bucket holds values up to and including its bound, as Prometheus's `le` says."""
         self.counts[bisect_left(self.bounds, value)] += 1

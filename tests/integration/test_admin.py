@@ -49,6 +49,7 @@ from gateway.telemetry import (
     FeedReading,
     IndexReading,
     PoolReading,
+    PrefixReading,
     RequestMetrics,
     WorkerReading,
 )
@@ -159,6 +160,9 @@ class Readings:
 
     def config(self) -> ConfigReading:
         return ConfigReading({}, False, 1)
+
+    def prefixes(self) -> Iterable[PrefixReading]:
+        return [PrefixReading("llama", 9, 9000, 7000, 2, 640, (64, 128), (0, 3, 1), 500)]
 
     def task_restarts(self) -> int:
         return 3
@@ -320,6 +324,27 @@ async def test_a_session_is_moved_and_forgotten(client: httpx.AsyncClient, gatew
     assert gateway.router.sessions.find("alice", NOW) is None
     again = await client.delete("/admin/sessions", params={"id": "alice"})
     assert (again.status_code, error_of(again)["code"]) == (404, "session_not_found")
+
+
+async def test_prefixes_name_their_holders_and_show_no_text(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    shared = list(range(1000, 1640))
+    gateway.store("w2", shared)
+    for number in range(12):
+        body = completion([*shared, *[number] * 64])
+        work = gateway.hasher.begin(_parsed(body, f"r{number}"), block_size=BLOCK)
+        lease = gateway.router.route(_parsed(body, f"r{number}"), work.blocks(), NOW)
+        lease.settle(Ending(Result.COMPLETED, 200, NOW), started_at=NOW, stages=StageTimes())
+    seen = (await client.get("/admin/prefixes")).json()
+    (application,) = seen["applications"]
+    assert (application["model"], application["prompts"], application["drifted"]) == ("llama", 12, 0)
+    assert application["stable_tokens"] == 640
+    assert seen["prefixes"][0]["workers"] == ["w2"]
+    assert (seen["prefixes"][0]["tokens"], seen["prefixes"][0]["head"]) == (640, application["head"])
+    assert seen["new_heads"] == {"llama": 1}
+    failed = gateway.router.route(_parsed(body, "r"), work.blocks(), NOW)
+    failed.settle(Ending(Result.WORKER_FAILED, 502, NOW), started_at=NOW, stages=StageTimes())
+    (after,) = (await client.get("/admin/prefixes", params={"limit": 1})).json()["applications"]
+    assert after["prompts"] == 12
 
 
 async def test_config_is_passed_on(client: httpx.AsyncClient) -> None:

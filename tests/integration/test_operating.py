@@ -105,6 +105,21 @@ async def test_workers_pools_sessions_and_decisions_as_tables(r: Rig) -> None:
     assert "200 completed" not in (await kvgate("decisions", "--missed", "--limit", "5", *at)).out
 
 
+async def test_prefixes_and_where_they_are_held(r: Rig) -> None:
+    await asked(r, number=4)
+    ended = await kvgate("prefixes", "--admin", r.ports.admin_url)
+    assert ended.code == 0
+    seen = await r.admin("/admin/prefixes")
+    (application,) = seen["applications"]
+    assert ended.rows()[application["head"]][1:3] == ["demo", "4"]
+    hot = seen["prefixes"][0]
+    assert hot["tokens"] == 160
+    assert ended.rows()[hot["key"]][3:] == ["160", "3", "480", ", ".join(hot["workers"])]
+    text = (await r.http.get(r.ports.admin_url + "/metrics")).text
+    assert 'kvgate_prefix_prompts_total{model="demo"} 4' in text
+    assert 'kvgate_prefix_shared_tokens_total{model="demo"} 480' in text
+
+
 async def test_json_is_the_answer_of_the_gateway(r: Rig) -> None:
     at = ("--json", "--admin", r.ports.admin_url)
     for args, path in (
@@ -113,6 +128,7 @@ async def test_json_is_the_answer_of_the_gateway(r: Rig) -> None:
         (("pools",), "/admin/pools"),
         (("sessions",), "/admin/sessions"),
         (("decisions",), "/admin/decisions"),
+        (("prefixes",), "/admin/prefixes"),
     ):
         ended = await kvgate(*args, *at)
         assert ended.code == 0

@@ -21,6 +21,7 @@ from gateway.telemetry import (
     IndexReading,
     PeerReading,
     PoolReading,
+    PrefixReading,
     ReplicaReading,
     RequestMetrics,
     WorkerReading,
@@ -94,6 +95,9 @@ class Numbers:
 
     def config(self) -> ConfigReading:
         return ConfigReading({"applied": 2, "refused": 1}, True, 3)
+
+    def prefixes(self) -> Iterable[PrefixReading]:
+        return [PrefixReading("llama", 9, 9000, 7000, 2, 640, (64, 128), (0, 3, 1), 500)]
 
     def task_restarts(self) -> int:
         return 3
