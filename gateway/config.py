@@ -53,6 +53,8 @@ class Sources:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)  # noqa: TID251  the one reader
+    account: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+    """Where Kubernetes puts what a pod needs to talk to its API server."""
 
     def read(self) -> Loaded:
         """Read them all, now. Raises ConfigError naming every wrong key."""
@@ -70,6 +72,7 @@ class Sources:
         if self.tokenizers and isinstance(tree.get("models", ()), list | tuple):
             tree["models"] = _with_tokenizers(tree.get("models", ()), self.tokenizers)
             origins["models"] = f"{origins['models']}, {COMMAND_LINE}" if "models" in origins else COMMAND_LINE
+        origins.update(_in_cluster(tree, self.environ, self.account))
         try:
             return Loaded(Settings(**tree), origins)
         except ValidationError as error:
@@ -82,6 +85,31 @@ def load(
     """Read file, environment and command line into one tree, once. Raises ConfigError naming every wrong key."""
     sources = Sources(path, overrides or {})
     return (sources if environ is None else replace(sources, environ=environ)).read().settings
+
+
+_API_HOST, _API_PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
+
+
+def _in_cluster(tree: dict[str, Any], env: Mapping[str, str], account: Path) -> dict[str, str]:
+    """What a pod finds out by itself is filled in where `discovery.kubernetes` leaves it open; where it comes from."""
+    discovery = tree.get("discovery")
+    section = discovery.get("kubernetes") if isinstance(discovery, dict) else None
+    if not isinstance(section, dict) or section.get("api_server") is not None or _API_HOST not in env:
+        return {}
+    host = env[_API_HOST]
+    found = {
+        "api_server": (f"https://{f'[{host}]' if ':' in host else host}:{env.get(_API_PORT, '443')}", _API_HOST),
+        "token_file": (str(account / "token"), account.name),
+        "ca_file": (str(account / "ca.crt"), account.name),
+    }
+    if section.get("namespace") is None:
+        try:
+            found["namespace"] = ((account / "namespace").read_text(encoding="utf-8").strip(), account.name)
+        except OSError as error:
+            raise ConfigError([f"discovery.kubernetes.namespace: {account}: {error.strerror}; give it"]) from error
+    missing = {key: value for key, (value, _) in found.items() if section.get(key) is None}
+    section.update(missing)
+    return {f"discovery.kubernetes.{key}": found[key][1] for key in missing}
 
 
 class _KeysFile(BaseModel):
@@ -178,7 +206,7 @@ def _with_tokenizers(models: Sequence[Any], given: Mapping[str, Path]) -> list[A
     return entries + [{"name": name, "tokenizer": directory} for name, directory in left.items()]
 
 
-_BRANCHES = frozenset({"[key]", "constrained-float", "float", "literal['auto']"})
+_BRANCHES = frozenset({"[key]", "constrained-int", "str", "constrained-float", "float", "literal['auto']"})
 _PLAIN_WORDS = {
     "missing": "is missing",
     "tuple_type": "expected a list, each entry behind a `-`",

@@ -31,6 +31,8 @@ CONFIG, ADMIN = "config", "admin"
 PRECEDENCE = (CONFIG, ADMIN, "kubernetes", "registry", "dns")
 """By kind. A person's word comes first; a name server knows addresses only."""
 
+LONGEST_NAME = 64
+
 _FILLED = tuple(f for f in fields(WorkerSpec) if f.name not in ("name", "url", "rank"))
 
 
@@ -202,6 +204,11 @@ def address_of(spec: WorkerSpec) -> str:
     return f"{parts.scheme}://{(parts.hostname or '').rstrip('.')}:{port}"
 
 
+def fitting_name(name: str) -> WorkerId:
+    """A name of any length as a worker's name; a long one ends in its hash."""
+    return WorkerId(name) if len(name) <= LONGEST_NAME else _longer(WorkerId(name), name)
+
+
 def short_hash(address: str, size: int = 4) -> str:
     """Stays with an address and does not show it: `2 * size` letters of 0-9a-f."""
     return blake2b(address.encode(), digest_size=size).hexdigest()
@@ -221,9 +228,6 @@ def _filled(first: WorkerSpec, other: WorkerSpec) -> WorkerSpec:
     return replace(first, **more) if more else first
 
 
-_LONGEST_NAME = 64
-
-
 def _longer(name: WorkerId, address: str) -> WorkerId:
     ending = "-" + short_hash(address, 6)
-    return WorkerId(f"{name[: _LONGEST_NAME - len(ending)]}{ending}")
+    return WorkerId(f"{name[: LONGEST_NAME - len(ending)]}{ending}")

@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from gateway.discovery import DnsName, DnsSource, Source
+from gateway.config import ConfigError
+from gateway.discovery import (
+    ApiServer,
+    DnsName,
+    DnsSource,
+    KubeQuery,
+    KubernetesSource,
+    KubeTraits,
+    Pods,
+    Slices,
+    Source,
+)
 from gateway.discovery.roster import short_hash
 from gateway.records import WorkerSpec
 from gateway.replicas import RegistrySource
-from gateway.settings import DnsSettings, Settings, WorkerSettings, name_server
+from gateway.settings import DnsSettings, KubernetesSettings, Settings, WorkerSettings, name_server
 
 
 def sources_of(settings: Settings, *, clock: Callable[[], float], rng: Random) -> list[Source]:
-    """One for each entry; they do nothing until they run."""
+    """One for each entry; they do nothing until they run. Raises ConfigError for a cluster that nobody names."""
     sources: list[Source] = [DnsSource(_dns_name(entry), clock=clock, rng=rng) for entry in settings.discovery.dns]
+    if settings.discovery.kubernetes is not None:
+        sources.append(_kubernetes(settings.discovery.kubernetes, rng))
     registry, store = settings.discovery.registry, settings.redis.address()
     if registry is not None and store is not None:
         prefix = settings.redis.prefix
@@ -41,3 +54,17 @@ def _dns_name(entry: DnsSettings) -> DnsName:
         grace_s=entry.grace_s,
         server=None if entry.server is None else name_server(entry.server),
     )
+
+
+def _kubernetes(entry: KubernetesSettings, rng: Random) -> KubernetesSource:
+    if entry.api_server is None or entry.namespace is None:
+        key = "api_server" if entry.api_server is None else "namespace"
+        raise ConfigError([f"discovery.kubernetes.{key}: is missing; outside a cluster it has to be given"])
+    query = KubeQuery(
+        Pods() if entry.kind == "pods" else Slices(),
+        entry.namespace,
+        entry.selector,
+        KubeTraits(entry.as_spec("", ""), entry.port, entry.scheme),
+        resync_s=entry.resync_s,
+    )
+    return KubernetesSource(ApiServer(entry.api_server, entry.token_file, entry.ca_file), query, rng=rng)

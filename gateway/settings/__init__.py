@@ -7,7 +7,13 @@ Rules:
 """
 
 from gateway.settings.changes import all_keys, changed_keys, value_of, with_keys_of
-from gateway.settings.discovery import DiscoverySettings, DnsSettings, RegistrySettings, name_server
+from gateway.settings.discovery import (
+    DiscoverySettings,
+    DnsSettings,
+    KubernetesSettings,
+    RegistrySettings,
+    name_server,
+)
 from gateway.settings.fleet import (
     HealthSettings,
     LoadSettings,
@@ -40,6 +46,7 @@ __all__ = [
     "DnsSettings",
     "HealthSettings",
     "IndexSettings",
+    "KubernetesSettings",
     "LoadSettings",
     "ModelSettings",
     "PhaseSettings",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from gateway.settings.fleet import WorkerTraits
+from gateway.settings.fleet import WorkerTraits, worker_url
 from gateway.settings.section import Port, Seconds, Section
 
 
@@ -40,6 +41,44 @@ class DnsSettings(WorkerTraits):
         return value
 
 
+class KubernetesSettings(WorkerTraits):
+    """Workers in a namespace of Kubernetes. The keys of `workers`, but `url` and `name`, are for all of them; what its
+    annotations say of a worker wins."""
+
+    selector: str = Field(
+        min_length=1,
+        description="Labels of the pods, or of the Service's EndpointSlices: `app=vllm`, "
+        "`kubernetes.io/service-name=vllm`.",
+    )
+    namespace: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
+        description="Their namespace; none: inside a cluster the gateway's own.",
+    )
+    kind: Literal["pods", "endpointslices"] = Field(
+        "pods", description="What is looked at: `pods`, or the `endpointslices` of a Service."
+    )
+    port: Annotated[int, Field(ge=1, le=65_535)] | str | None = Field(
+        None, description="Number or name of the workers' port; none: the one named http, else the first, else 8000."
+    )
+    scheme: Literal["http", "https"] = Field("http", description="How workers are talked to.")
+    resync_s: Seconds = Field(
+        300, ge=1, description="Seconds after which everything is listed anew; changes are watched in between."
+    )
+    api_server: str | None = Field(
+        None,
+        description="URL of the API server, such as https://10.0.0.1:6443; none: inside a cluster the cluster's, with "
+        "the service account's `token_file` and `ca_file`.",
+    )
+    token_file: Path | None = Field(None, description="File with a bearer token, read again for each request.")
+    ca_file: Path | None = Field(None, description="Authorities (PEM) of the API server; none: the system's.")
+
+    @field_validator("api_server")
+    @classmethod
+    def _base_url(cls, value: str | None) -> str | None:
+        return None if value is None else worker_url(value)
+
+
 class RegistrySettings(Section):
     """Workers that announce themselves in the store (`kvgate register`); `{}` switches it on."""
 
@@ -50,6 +89,7 @@ class DiscoverySettings(Section):
     """Workers that are found beside those of `workers`."""
 
     dns: tuple[DnsSettings, ...] = Field((), description="Names whose addresses are workers.")
+    kubernetes: KubernetesSettings | None = Field(None, description="Pods or Services whose endpoints are workers.")
     registry: RegistrySettings | None = Field(None, description="Workers that announce themselves; needs `redis.url`.")
 
     @model_validator(mode="after")
