@@ -20,6 +20,7 @@ from typing import Protocol
 from gateway.api import ask_for_model, ask_for_salt, ask_for_usage, parse_request
 from gateway.edge.attempts import Attempts, result_of
 from gateway.edge.auth import InvalidKey, Visit
+from gateway.edge.debug import DEBUG_HEADER, decision_line, may_see
 from gateway.edge.gate import TIMEOUT_HEADER, Edge, asked_seconds
 from gateway.edge.locate import locate
 from gateway.edge.relay import Relay
@@ -74,6 +75,7 @@ class Exchange:
         "_body_waiter",
         "_client",
         "_cors",
+        "_debug",
         "_edge",
         "_endpoint",
         "_headers",
@@ -146,6 +148,7 @@ class Exchange:
         self._relay: Relay | None = None
         self._untold: Untold | None = None
         self._cors = settings.cors.lines(fields.get(b"origin")) if settings.cors is not None else b""
+        self._debug = may_see(fields.get(DEBUG_HEADER), settings.debug_token)
         self._visit: Visit | None = None
         self.refusal: InvalidKey | None = None
         """Why the body need not be read."""
@@ -275,7 +278,7 @@ class Exchange:
             self._client.write,
             answer,
             endpoint=self._endpoint,
-            receipts=self._receipts() if self._settings.receipts else b"",
+            receipts=self._receipts() if self._settings.receipts or self._debug else b"",
             cors=self._cors,
             hide_usage=self._usage_hidden,
             http_1_0=self._http_1_0,
@@ -426,7 +429,8 @@ class Exchange:
     def _write_error(self, error: GatewayError) -> None:
         if not self._edge.accepting:
             self.keep_alive = False
-        receipts = self._receipts() if self._settings.receipts else b"x-request-id: %b\r\n" % self._request_id
+        shown = self._settings.receipts or self._debug
+        receipts = self._receipts() if shown else b"x-request-id: %b\r\n" % self._request_id
         self._client.write(
             error_response(error, endpoint=self._endpoint, receipts=receipts + self._cors, keep_alive=self.keep_alive)
         )
@@ -510,7 +514,14 @@ class Exchange:
         lease = self._work.lease
         if lease is None:
             return b"x-request-id: %b\r\n" % self._request_id
+        decision = decision_line(lease.decision) if self._debug else b""
         return (
-            b"x-request-id: %b\r\nx-kvgate-worker: %b\r\nx-kvgate-predicted-tokens: %d\r\nx-kvgate-retries: %d\r\n"
-            % (self._request_id, lease.worker.id.encode(), lease.decision.predicted_tokens, self._work.retries)
+            b"x-request-id: %b\r\nx-kvgate-worker: %b\r\nx-kvgate-predicted-tokens: %d\r\nx-kvgate-retries: %d\r\n%b"
+            % (
+                self._request_id,
+                lease.worker.id.encode(),
+                lease.decision.predicted_tokens,
+                self._work.retries,
+                decision,
+            )
         )

@@ -106,7 +106,7 @@ class EdgeSettings:
 
     With `keys` every request needs one of them; `tenant_salt` gives each tenant's prompts a cache salt; `cors` lets
     web pages in; `receipts` are the `x-kvgate-*` headers. A session id is read from `session_header` (lower case), else
-    from the body's `session_field`.
+    from the body's `session_field`. Who sends `debug_token` may see decisions; empty: nobody.
     """
 
     limits: EdgeLimits = EdgeLimits()
@@ -118,6 +118,7 @@ class EdgeSettings:
     ask_usage: bool = True
     session_header: bytes = b"x-session-id"
     session_field: str | None = None
+    debug_token: bytes = field(default=b"", repr=False)
 
 
 class Edge:

@@ -31,7 +31,14 @@ _ANTHROPIC_TYPES = {
 }
 
 
-EXPOSED_HEADERS = ("x-request-id", "x-kvgate-worker", "x-kvgate-predicted-tokens", "x-kvgate-retries", "retry-after")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-kvgate-worker",
+    "x-kvgate-predicted-tokens",
+    "x-kvgate-retries",
+    "x-kvgate-decision",
+    "retry-after",
+)
 """Headers of answers that the script of a web page may read."""
 
 

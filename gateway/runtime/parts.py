@@ -90,7 +90,7 @@ def membership_settings(settings: Settings) -> MembershipSettings:
 
 def edge_settings(settings: Settings, keys: Keys | None) -> EdgeSettings:
     """The client port's."""
-    server, affinity = settings.server, settings.routing.affinity
+    server, affinity, token = settings.server, settings.routing.affinity, settings.auth.admin_token
     return EdgeSettings(
         limits=EdgeLimits(
             header_timeout_s=server.header_timeout_s,
@@ -113,6 +113,7 @@ def edge_settings(settings: Settings, keys: Keys | None) -> EdgeSettings:
         receipts=server.receipts,
         session_header=affinity.header.lower().encode(),
         session_field=affinity.body_field,
+        debug_token=b"" if token is None else token.get_secret_value().encode(),
     )
 
 

@@ -152,6 +152,24 @@ async def test_watching_goes_on_until_it_is_interrupted(r: Rig) -> None:
     assert process.returncode == 0
 
 
+async def test_an_answer_carries_its_decision_for_the_admin_token_only() -> None:
+    async with rig(2, settings={"auth": {"admin_token": "right-one"}, "server": {"receipts": False}}) as r:
+        body = {"model": "demo", "prompt": [7] * 64, "max_tokens": 2}
+        for given in (None, "wrong"):
+            headers = {} if given is None else {"x-kvgate-debug": given}
+            answer = await r.http.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+            assert "x-kvgate-decision" not in answer.headers
+        for stream in (False, True):
+            answer = await r.http.post(
+                "/v1/completions", json={**body, "stream": stream}, headers={"x-kvgate-debug": "right-one"}
+            )
+            said = json.loads(answer.headers["x-kvgate-decision"])
+            assert said["worker"] == answer.headers["x-kvgate-worker"]
+            assert {one["worker"] for one in said["candidates"]} == {"w1", "w2"}
+            assert said["prompt"] == 64
+
+
 # --------------------------------------------------------------------------- acting
 
 
