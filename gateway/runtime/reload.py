@@ -130,11 +130,12 @@ class Reload:
 
     async def _renew(self, sources: Sources) -> tuple[Result, list[str]]:
         loaded = await asyncio.to_thread(sources.read)
+        different = changed_keys(self.settings, loaded.settings)
         path = sources.path
-        if path is not None and path.name in self.origins.values() and path.name not in loaded.origins.values():
+        if different and path is not None and path.name not in loaded.origins.values():
             # Cut short while it was written, most likely; as it stands it takes every worker out.
             raise ConfigError([f"{path}: is empty; restart the gateway to run without it"])
-        waiting = [key for key in changed_keys(self.settings, loaded.settings) if not is_live(key)]
+        waiting = [key for key in different if not is_live(key)]
         settings = _possible(loaded.settings, self.settings, waiting)
         prepared = await asyncio.to_thread(self._prepare, settings)
         # Nothing waits from here on: all of it is in force at the same moment.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
+import yaml
 
+from gateway.config import Sources
 from gateway.runtime import Gateway, Ports
 from gateway.settings import Settings
 from gateway.sim.server import EngineSettings, SimulatedWorker, Speech
@@ -68,6 +72,14 @@ def fast(**kwargs: Any) -> EngineSettings:
     return replace(EngineSettings(speed=100.0), **kwargs)
 
 
+def write_yaml(path: Path, tree: Mapping[str, Any]) -> None:
+    """As an editor does: a new file, renamed over the old one (where a link leads, that one)."""
+    path = path.resolve()
+    new = path.with_suffix(".new")
+    new.write_text(yaml.safe_dump(dict(tree)))
+    os.replace(new, path)
+
+
 @asynccontextmanager
 async def rig(
     engines: int = 2,
@@ -77,9 +89,11 @@ async def rig(
     labels: Sequence[dict[str, Any]] = (),
     settings: dict[str, Any] | None = None,
     wait: bool = True,
+    file: Path | None = None,
 ) -> AsyncIterator[Rig]:
     """Start engines and a gateway over them; everything ends with the context. `each` has what differs from `engine`
-    for the first, the second, ...; `labels` are further keys of their entries under `workers`."""
+    for the first, the second, ...; `labels` are further keys of their entries under `workers`; `file` is where
+    the configuration is written, and may be written again."""
     model = engine or fast()
     speech = Speech.load(model.tokenizer)
     async with AsyncExitStack() as stack:
@@ -100,7 +114,11 @@ async def rig(
         }
         for section, keys in (settings or {}).items():
             tree[section] = tree.get(section, {}) | keys if isinstance(keys, dict) else keys
-        gateway = Gateway(Settings(**tree), rng=Random(1))
+        sources = None
+        if file is not None:
+            write_yaml(file, tree)
+            sources = Sources(file, environ={})
+        gateway = Gateway(Settings(**tree), sources=sources, rng=Random(1))
         ports = await gateway.start()
         stack.push_async_callback(gateway.stop)
         http = await stack.enter_async_context(
