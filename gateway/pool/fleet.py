@@ -186,7 +186,7 @@ class Fleet:
         *,
         priors: tuple[PrefillRates, InterTokenRates] | None = None,
     ) -> None:
-        self._settings = settings or FleetSettings()
+        self.settings = settings or FleetSettings()
         self._priors = priors or (PREFILL_PRIOR, INTER_TOKEN_PRIOR)
         self._workers: dict[WorkerId, Worker] = {}
         self._leaving: dict[Slot, Worker] = {}
@@ -223,10 +223,10 @@ class Fleet:
                 rates,
                 block_size,
                 added_at=now,
-                stale_s=self._settings.stale_s,
+                stale_s=self.settings.stale_s,
             )
-            worker.belief = Trust(threshold=self._settings.miss_threshold)
-        worker.health = Health(self._settings.health, now)
+            worker.belief = Trust(threshold=self.settings.miss_threshold)
+        worker.health = Health(self.settings.health, now)
         self._workers[worker.id] = worker
         self._refit_pools()
         return worker
@@ -262,7 +262,7 @@ class Fleet:
 
     def apply(self, settings: FleetSettings) -> None:
         """From now on these, for every worker; what is known of them stays."""
-        self._settings = settings
+        self.settings = settings
         for worker in (*self._workers.values(), *self._leaving.values()):
             worker.stale_s = settings.stale_s
             worker.belief.threshold = settings.miss_threshold
@@ -384,7 +384,7 @@ class Fleet:
         finally:
             if (health.state, health.full) != before:
                 for pool in self._pools_of.get(worker.id, ()):
-                    pool.renew(self._settings.health.panic_ratio)
+                    pool.renew(self.settings.health.panic_ratio)
 
     # ---------------------------------------------------------------- reservations
 
@@ -462,15 +462,15 @@ class Fleet:
                     model=base,
                     adapter=adapter,
                     rates=rates,
-                    retry_ratio=self._settings.retry_ratio,
-                    sharding=self._settings.sharding,
+                    retry_ratio=self.settings.retry_ratio,
+                    sharding=self.settings.sharding,
                 )
                 self._pools[name] = pool
             names = [*(n for n, b in bases.items() if b == base), ANY_MODEL]
-            sizes_given = self._settings.block_sizes
+            sizes_given = self.settings.block_sizes
             configured = [sizes_given[n] for n in names if n in sizes_given]
             size = configured[0] if configured else sizes[base]
-            pool.refit(tuple(workers), size, panic_ratio=self._settings.health.panic_ratio)
+            pool.refit(tuple(workers), size, panic_ratio=self.settings.health.panic_ratio)
             for worker in workers:
                 self._pools_of.setdefault(worker.id, []).append(pool)
         for name in [name for name in self._pools if name not in kept]:

@@ -15,6 +15,9 @@ from xxhash import xxh3_64_intdigest
 
 from gateway.records import WorkerId
 
+_AT_ONCE = 10_000
+"""Records dropped in one call, some milliseconds."""
+
 
 def session_digest(session: str) -> int:
     """A session's name as other replicas know it: unsigned 64 bits. Short, no secret."""
@@ -35,7 +38,7 @@ class Sessions:
         """Records of each worker, so that nobody has to walk a million of them."""
 
     def apply(self, *, max_sessions: int, ttl_s: float) -> None:
-        """From now on these limits; a smaller number is reached as sessions expire or are kept."""
+        """From now on these limits; a smaller number is reached with the next calls of `expire`."""
         self._max = max_sessions
         self._ttl_s = ttl_s
 
@@ -56,7 +59,7 @@ class Sessions:
         records[session] = (worker, now)
         if before is None:
             self._counts[worker] = self._counts.get(worker, 0) + 1
-            for _ in range(min(2, len(records) - self._max)):  # two: a limit that was lowered is reached in time
+            if len(records) > self._max:
                 self._drop(records.popitem(last=False)[1][0])
             return
         records.move_to_end(session)
@@ -96,18 +99,14 @@ class Sessions:
         return True
 
     def expire(self, now: float) -> int:
-        """Drops records past their life time; returns how many. Costs those records only."""
-        records = self._records
-        limit = now - self._ttl_s
-        gone = 0
-        while records:
-            oldest = next(iter(records.values()))
-            if oldest[1] >= limit:
-                break
+        """Drops records past their life time, and those that are too many since the limits changed, some thousands a
+        call; returns how many. Costs those records only."""
+        records, told = self._records, self._told
+        limit, gone = now - self._ttl_s, 0
+        while gone < _AT_ONCE and records and (len(records) > self._max or next(iter(records.values()))[1] < limit):
             self._drop(records.popitem(last=False)[1][0])
             gone += 1
-        told = self._told
-        while told and next(iter(told.values()))[1] < limit:
+        while gone < _AT_ONCE and told and (len(told) > self._max or next(iter(told.values()))[1] < limit):
             told.popitem(last=False)
             gone += 1
         return gone

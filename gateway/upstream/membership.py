@@ -96,7 +96,7 @@ class Membership:
         self._rng = rng
         self._on_joining = on_joining
         self._on_left = on_left
-        self._settings = settings or MembershipSettings()
+        self.settings = settings or MembershipSettings()
         self._turns = asyncio.Lock()
         self._members: dict[WorkerId, Member] = {}
         self._log = structlog.get_logger("kvgate.membership")
@@ -140,7 +140,7 @@ class Membership:
     def apply(self, settings: MembershipSettings) -> None:
         """Other periods. Everybody is probed soon: the block size of a pool's keys and what prompts are cut with may
         have changed too."""
-        self._settings = settings
+        self.settings = settings
         for member in self._members.values():
             if member.poller is not None:
                 member.poller.pace(settings.poll_s)
@@ -260,15 +260,15 @@ class Membership:
                     self._mark_gone(member, "away")
                 else:
                     self._mark_probed(member, passed=False)
-                pause_s = retry_s if member.away or not member.seats else self._settings.refresh_s
+                pause_s = retry_s if member.away or not member.seats else self.settings.refresh_s
                 retry_s = min(retry_s * 2, _LONGEST_RETRY_S)
             except FleetFull as error:
                 self._failed(member, error.message)
-                pause_s = self._settings.refresh_s
+                pause_s = self.settings.refresh_s
             else:
                 member.error = None
                 retry_s = _FIRST_RETRY_S
-                pause_s = self._settings.refresh_s
+                pause_s = self.settings.refresh_s
                 if not member.compared:
                     await self._compare_tokens(member)
             with contextlib.suppress(TimeoutError):
@@ -333,7 +333,7 @@ class Membership:
                 random=self._rng,
                 workers=member.by_rank(),
                 on_missing=member.look.set,
-                poll_s=self._settings.poll_s,
+                poll_s=self.settings.poll_s,
             )
             self._tasks.start(f"load {spec.name}", member.poller.run)
         self._log.info(

@@ -55,3 +55,14 @@ def test_a_record_tells_its_age() -> None:
     assert sessions.record("s", 4.0) == (A, 3.0)
     assert sessions.record("s", 12.0) is None
     assert sessions.record("other", 4.0) is None
+
+
+def test_a_lower_limit_is_reached_step_by_step() -> None:
+    sessions = Sessions()
+    for number in range(25_000):
+        sessions.keep(str(number), A, 1.0)
+    sessions.apply(max_sessions=3, ttl_s=3600.0)
+    assert [sessions.expire(1.0) for _ in range(4)] == [10_000, 10_000, 4_997, 0]
+    assert sessions.find("24999", 1.0) == A
+    assert sessions.find("1", 1.0) is None
+    assert sessions.by_worker() == {A: 3}

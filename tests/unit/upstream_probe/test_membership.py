@@ -259,7 +259,7 @@ async def test_what_a_worker_serves_later_is_found(stand: Stand) -> None:
 
 
 async def test_a_look_asked_for_while_a_probe_runs_is_not_lost(stand: Stand) -> None:
-    stand.membership._settings = MembershipSettings(refresh_s=10_000)
+    stand.membership.settings = MembershipSettings(refresh_s=10_000)
     await stand.membership.add(spec(W1))
     stand.on_probe = lambda: stand.membership.look(W1)
     following = asyncio.ensure_future(_run(stand.tasks.runs["worker w1"]))
@@ -380,7 +380,7 @@ async def test_ranks_leave_together(stand: Stand) -> None:
 
 async def test_ranks_go_down_and_come_back_together(stand: Stand) -> None:
     vllm(stand, 2)
-    stand.membership._settings = MembershipSettings(refresh_s=10_000)
+    stand.membership.settings = MembershipSettings(refresh_s=10_000)
     await stand.membership.add(WorkerSpec(W1, "http://w1:8000"))
     workers = stand.fleet.workers
     following = asyncio.ensure_future(_run(stand.tasks.runs["worker w1"]))
