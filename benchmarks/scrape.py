@@ -20,6 +20,7 @@ from gateway.telemetry import (
     PrefixReading,
     ReplicaReading,
     RequestMetrics,
+    SourceReading,
     WorkerReading,
 )
 
@@ -89,6 +90,9 @@ class Owners:
 
     def config(self) -> ConfigReading:
         return ConfigReading({"applied": 1}, False, 0)
+
+    def sources(self) -> Iterable[SourceReading]:
+        return [SourceReading("config", 200, 0, 1.0, None)]
 
     def prefixes(self) -> Iterable[PrefixReading]:
         """One model."""

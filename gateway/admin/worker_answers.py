@@ -9,7 +9,7 @@ from gateway.admin.answer import Answer
 from gateway.pool import Breaker, PoolRates, Worker, WorkerState, health
 from gateway.pool.trust import Trust
 from gateway.records import EventSource, Finding, LoadSample, Severity, TrustState
-from gateway.telemetry import FeedReading, WorkerReading
+from gateway.telemetry import FeedReading, SourceReading, WorkerReading
 
 
 class EventEndpoint(Answer):
@@ -400,12 +400,40 @@ class JoiningAnswer(Answer):
     """Why its last probe failed; null before the first."""
 
 
+class SourceAnswer(Answer):
+    """One source of workers."""
+
+    source: str
+    """`config`, `admin`, `kubernetes`, `registry`, or `dns:` and the name that is looked up."""
+    workers: int
+    """Workers it names."""
+    left_out: int
+    """Of these, those that have no room in a fleet."""
+    age_s: float | None
+    """Seconds since it told them; null before the first time."""
+    error: str | None
+    """Why it cannot look now; its last list stays. Null when it can."""
+
+    @classmethod
+    def of(cls, reading: SourceReading) -> SourceAnswer:
+        """As read."""
+        return cls(
+            source=reading.source,
+            workers=reading.workers,
+            left_out=reading.left_out,
+            age_s=reading.age_s,
+            error=reading.error,
+        )
+
+
 class WorkerList(Answer):
     """All workers, by name."""
 
     workers: list[WorkerAnswer]
     joining: list[JoiningAnswer]
     """Those that have not answered yet."""
+    sources: list[SourceAnswer]
+    """Where workers come from, those whose word counts most first."""
 
     @classmethod
     def of(
@@ -414,6 +442,7 @@ class WorkerList(Answer):
         readings: Iterable[WorkerReading],
         feeds: Iterable[FeedReading],
         *,
+        sources: Iterable[SourceReading],
         sessions: dict[str, int],
         now: float,
     ) -> WorkerList:
@@ -432,4 +461,5 @@ class WorkerList(Answer):
                 for worker in sorted(workers, key=lambda worker: worker.id)
             ],
             joining=[JoiningAnswer(id=name, error=reading.error) for name, reading in sorted(by_name.items())],
+            sources=[SourceAnswer.of(source) for source in sources],
         )

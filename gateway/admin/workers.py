@@ -33,6 +33,7 @@ def worker_routes(views: AdminViews) -> APIRouter:
             fleet.workers.values(),
             views.readings.workers(),
             views.readings.feeds(),
+            sources=views.readings.sources(),
             sessions=_sessions(views),
             now=views.clock(),
         )
@@ -54,7 +55,7 @@ def worker_routes(views: AdminViews) -> APIRouter:
         spec = settings.spec({str(name) for name in views.members()})
         await views.add_worker(spec)
         names = _workers_of(spec.name, views) or [spec.name]
-        return WorkerList(workers=[_answer(views, name) for name in names], joining=[])
+        return WorkerList(workers=[_answer(views, name) for name in names], joining=[], sources=[])
 
     @routes.delete("/{worker_id}", status_code=204, responses={409: {"model": ErrorAnswer}})
     async def remove_worker(worker_id: str) -> None:
@@ -91,7 +92,7 @@ def worker_routes(views: AdminViews) -> APIRouter:
                 f"{worker_id!r} has no event feed: what is known of it was learned from the requests sent to it, and "
                 "is corrected by what it reports"
             )
-        return WorkerList(workers=[_answer(views, name) for name in names], joining=[])
+        return WorkerList(workers=[_answer(views, name) for name in names], joining=[], sources=[])
 
     return routes
 
@@ -101,7 +102,7 @@ def _change(views: AdminViews, worker_id: str, change: Callable[[WorkerId, float
     names = _named(views, worker_id)
     for name in names:
         change(name, views.clock())
-    return WorkerList(workers=[_answer(views, name) for name in names], joining=[])
+    return WorkerList(workers=[_answer(views, name) for name in names], joining=[], sources=[])
 
 
 def _named(views: AdminViews, worker_id: str) -> list[WorkerId]:

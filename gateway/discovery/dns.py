@@ -29,7 +29,6 @@ from gateway.discovery.roster import short_hash
 from gateway.discovery.source import Found, Publish
 from gateway.records import WorkerId, WorkerSpec
 
-_LONGEST_LOOKUP_S = 5.0
 _JITTER = 0.1
 _AT_ONCE = 16
 """Targets of SRV records that are looked up at the same time."""
@@ -48,6 +47,7 @@ class DnsName:
     refresh_s: float = 10.0
     grace_s: float = 30.0
     server: tuple[str, int] | None = None
+    timeout_s: float = 5.0
 
 
 class DnsSource:
@@ -98,7 +98,6 @@ class _Lookup:
 
     def __init__(self, query: DnsName) -> None:
         self._query = query
-        self._limit_s = min(_LONGEST_LOOKUP_S, max(query.refresh_s, 0.5))
         # Made each time: the system's name servers may change while the process runs.
         self._resolver = dns.asyncresolver.Resolver(configure=query.server is None)
         if query.server is not None:
@@ -143,7 +142,7 @@ class _Lookup:
         """None: there is no such name."""
         try:
             return await self._resolver.resolve(
-                name, kind, search=True, raise_on_no_answer=False, lifetime=self._limit_s
+                name, kind, search=True, raise_on_no_answer=False, lifetime=self._query.timeout_s
             )
         except dns.resolver.NXDOMAIN:
             return None

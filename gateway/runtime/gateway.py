@@ -2,8 +2,8 @@
 
 Rules:
 1. Nothing is made at import; whoever starts a `Gateway` gives it settings, and gets two ports and a fleet.
-2. Ready means: a worker may serve, and the indexes of the workers that were asked for have caught up, or
-   `server.ready_timeout_s` has passed. It is taken back first when the gateway ends.
+2. Ready means: a worker may serve, every source of workers has told its list, and the indexes of these workers have
+   caught up, or `server.ready_timeout_s` has passed. It is taken back first when the gateway ends.
 3. The end: no new requests (503), open ones may finish within `server.drain_timeout_s`, then they are cut; then tasks,
    sockets and threads end, in that order.
 """
@@ -239,9 +239,13 @@ class Gateway:
             # Names only: this is shown without the token. `/admin/workers` and the log say more.
             reason = f"no answer from {', '.join(silent)}" if silent else "no worker has joined yet"
             return Readiness(ready=False, reason=reason)
-        behind = sorted(name for name, member in self.membership.members.items() if not member.caught_up)
-        if behind and self.clock() - self._started_at < self.settings.server.ready_timeout_s:
-            return Readiness(ready=False, reason=f"catching up: {', '.join(behind)}")
+        if self.clock() - self._started_at < self.settings.server.ready_timeout_s:
+            unheard = [source.name for source in self.enrolment.roster.sources() if source.listed_at is None]
+            if unheard:
+                return Readiness(ready=False, reason=f"workers are still looked for: {', '.join(unheard)}")
+            behind = sorted(name for name, member in self.membership.members.items() if not member.caught_up)
+            if behind:
+                return Readiness(ready=False, reason=f"catching up: {', '.join(behind)}")
         return Readiness(ready=True)
 
     async def until_ready(self, within_s: float) -> None:
@@ -351,6 +355,7 @@ class Gateway:
             index=self.index,
             insight=self.router.insight,
             membership=self.membership,
+            enrolment=self.enrolment,
             upstream=self.upstream,
             edge=self.edge,
             tokenizing=self.tokenizing,

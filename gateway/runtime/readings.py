@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from gateway.discovery import Enrolment
 from gateway.edge import Edge
 from gateway.insight import POSITIONS, PrefixInsight
 from gateway.kv import KvIndex
@@ -21,6 +22,7 @@ from gateway.telemetry import (
     PoolReading,
     PrefixReading,
     ReplicaReading,
+    SourceReading,
     WorkerReading,
 )
 from gateway.upstream.http import Upstream
@@ -45,6 +47,7 @@ class GatewayReadings:
         index: KvIndex,
         insight: PrefixInsight,
         membership: Membership,
+        enrolment: Enrolment,
         upstream: Upstream,
         edge: Edge,
         tokenizing: EngineTokenizing,
@@ -57,6 +60,7 @@ class GatewayReadings:
         self._index = index
         self._insight = insight
         self._membership = membership
+        self._enrolment = enrolment
         self._upstream = upstream
         self._edge = edge
         self._tokenizing = tokenizing
@@ -147,6 +151,13 @@ class GatewayReadings:
     def replicas(self) -> ReplicaReading | None:
         """What is shared with other replicas; None without a store."""
         return None if self._sharing is None else self._sharing.reading()
+
+    def sources(self) -> Iterable[SourceReading]:
+        """Where workers come from, in the order of their precedence."""
+        now = self._clock()
+        for source in self._enrolment.roster.sources():
+            age_s = now - source.listed_at if source.listed_at is not None else None
+            yield SourceReading(source.name, source.workers, source.left_out, age_s, source.error)
 
     def config(self) -> ConfigReading:
         """The configuration."""

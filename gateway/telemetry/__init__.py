@@ -17,6 +17,7 @@ from gateway.telemetry.readings import (
     PrefixReading,
     Readings,
     ReplicaReading,
+    SourceReading,
     WorkerReading,
 )
 from gateway.telemetry.requests import RequestMetrics
@@ -36,6 +37,7 @@ __all__ = [
     "ReplicaReading",
     "RequestLog",
     "RequestMetrics",
+    "SourceReading",
     "WorkerReading",
     "describe_metrics",
     "set_up_logging",

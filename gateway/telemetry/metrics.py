@@ -219,6 +219,13 @@ TASK_RESTARTS = _spec(
     (),
     "Background tasks that failed and were started again; the log has each one's name and traceback.",
 )
+DISCOVERY_WORKERS = _spec("discovery_workers", Kind.GAUGE, ("source",), "Workers that a source names now.")
+DISCOVERY_UP = _spec(
+    "discovery_up", Kind.GAUGE, ("source",), "0 while a source of workers cannot look; its last list stays, else 1."
+)
+DISCOVERY_AGE = _spec(
+    "discovery_age_seconds", Kind.GAUGE, ("source",), "Time since a source told its list; absent before the first."
+)
 STORE_UP = _spec(
     "store_up",
     Kind.GAUGE,
@@ -374,6 +381,9 @@ METRICS: tuple[MetricSpec, ...] = (
     CONFIG_STALE,
     CONFIG_NEEDS_RESTART,
     TASK_RESTARTS,
+    DISCOVERY_WORKERS,
+    DISCOVERY_UP,
+    DISCOVERY_AGE,
     STORE_UP,
     REPLICA_PEERS,
     REPLICA_LAG,

@@ -167,6 +167,18 @@ class ReplicaReading:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceReading:
+    """One source of workers: how many it names, how many of them have no room in the fleet, seconds since it said so
+    (None before the first time), and why it cannot look now."""
+
+    source: str
+    workers: int
+    left_out: int
+    age_s: float | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigReading:
     """The configuration: reloads by result, whether the sources as they are now were refused, and how many keys wait
     for a restart."""
@@ -205,6 +217,10 @@ class Readings(Protocol):
 
     def replicas(self) -> ReplicaReading | None:
         """What is shared with other replicas; None without a store."""
+        ...
+
+    def sources(self) -> Iterable[SourceReading]:
+        """Where workers come from."""
         ...
 
     def config(self) -> ConfigReading:

@@ -51,6 +51,7 @@ from gateway.telemetry import (
     PoolReading,
     PrefixReading,
     RequestMetrics,
+    SourceReading,
     WorkerReading,
 )
 from gateway.upstream.control import ProbeFailed
@@ -157,6 +158,12 @@ class Readings:
 
     def replicas(self) -> None:
         return None
+
+    def sources(self) -> Iterable[SourceReading]:
+        return [
+            SourceReading("config", 2, 0, 1.5, None),
+            SourceReading("dns:vllm.example", 0, 0, None, "no answer"),
+        ]
 
     def config(self) -> ConfigReading:
         return ConfigReading({}, False, 1)

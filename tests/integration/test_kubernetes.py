@@ -335,3 +335,15 @@ async def test_a_stream_outlives_its_terminating_pod(api: Kube) -> None:
         await until(lambda: set(r.gateway.fleet.workers) == {"pod-b"})
         assert await stream == "pod-a"
         await until(r.quiet)
+
+
+async def test_traffic_waits_for_the_first_word_of_each_source(api: Kube) -> None:
+    """One worker is configured; those of the cluster are not known yet, and one worker must not take all of it."""
+    api.refuse = 500
+    section = {"api_server": api.url, "namespace": "llm", "selector": "app=vllm"}
+    async with rig(1, settings={"discovery": {"kubernetes": section}}, wait=False) as r:
+        await until(lambda: serving(r) == {"w1"})
+        readiness = r.gateway.readiness()
+        assert (readiness.ready, readiness.reason) == (False, "workers are still looked for: kubernetes")
+        api.refuse = None
+        await until(lambda: r.gateway.readiness().ready)

@@ -24,6 +24,7 @@ from gateway.telemetry import (
     PrefixReading,
     ReplicaReading,
     RequestMetrics,
+    SourceReading,
     WorkerReading,
     describe_metrics,
 )
@@ -92,6 +93,12 @@ class Numbers:
             1,
             (PeerReading("02", 0.5, 60.0, 3, 1, 0),),
         )
+
+    def sources(self) -> Iterable[SourceReading]:
+        return [
+            SourceReading("config", 2, 0, 1.5, None),
+            SourceReading("dns:vllm.example", 0, 0, None, "no answer"),
+        ]
 
     def config(self) -> ConfigReading:
         return ConfigReading({"applied": 2, "refused": 1}, True, 3)
