@@ -46,6 +46,7 @@ from gateway.kv.feed_words import (
     FeedCounters,
     FeedLimits,
     FeedPhase,
+    FeedPoint,
     Preview,
     Purge,
 )
@@ -165,6 +166,9 @@ class FeedState:
         """The subscription is connected: fetch what was published before it. Called again: it was connected anew."""
         if self.phase is FeedPhase.STARTING or not self._heard:
             self._asks.afresh()
+            if self._mark is not None and self._asks.possible:
+                self.phase = FeedPhase.REPLAYING
+                return self._ask(For.CHECK, now)
             return self._begin(now)
         self.counters.reconnects += 1
         if self._mark is None or self.phase is FeedPhase.REPLAYING:
@@ -172,10 +176,28 @@ class FeedState:
         self._doubts.why = "reconnected"
         return self._ask(For.CHECK, now) if self._asks.may(now) else []
 
+    def resume(self, point: FeedPoint) -> None:
+        """Go on from a point that another process has reached: what it had applied by then is in the index. To be
+        called before the feed is opened. As after a reconnection, the engine must show the same last batch."""
+        self._mark = Mark(point.seq, point.digest)
+        self._next = point.seq + 1
+        self._oldest_ts, self._newest_ts = point.oldest_ts, point.newest_ts
+        self._doubts.why = "reconnected"
+
+    @property
+    def point(self) -> FeedPoint | None:
+        """How far the feed has come, for `resume`; None while history is missing or doubted."""
+        mark = self._mark
+        if mark is None or mark.seq + 1 != self._next or self.trust is not TrustState.TRUSTED:
+            return None
+        return FeedPoint(mark.seq, mark.digest, self._oldest_ts, self._newest_ts)
+
     def resync(self, now: float) -> list[Action]:
         """Forget the rank and learn it anew, as far as the engine still knows its history."""
         if self.phase is FeedPhase.STARTING:
-            return []
+            actions = self._purge("resync") if self._mark is not None else []
+            self._forget()
+            return actions
         return self._start_over("resync", now, whole=self._asks.possible)
 
     def relearn(self, since: float, now: float) -> list[Action]:

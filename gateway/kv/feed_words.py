@@ -56,6 +56,15 @@ class Purge(NamedTuple):
 Action = Apply | Preview | EndPreview | AskReplay | Purge
 
 
+class FeedPoint(NamedTuple):
+    """The last batch applied, with the XXH3-64 of its bytes; engine times of the oldest and the newest batch."""
+
+    seq: int
+    digest: int
+    oldest_ts: float | None
+    newest_ts: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class FeedLimits:
     """Bounds of one feed. `reply_timeout_s` is the longest silence in a replay; it doubles with each try in vain.

@@ -30,6 +30,7 @@ from gateway.kv.ingest import Placement, Tally
 from gateway.kv.numbers import Applied, IndexStats, Mark, applied, estimated_bytes
 from gateway.kv.overlap import Overlaps, run_of
 from gateway.kv.preview import Preview
+from gateway.kv.snapshot import RankBlocks, putting_back, taken
 from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.kv.truncation import Truncation, blocks_within
@@ -296,6 +297,34 @@ class KvIndex:
         """Compare two of one slot to see what happened in between; an unbound slot has the zero mark."""
         worker = self._workers.get(slot)
         return Mark() if worker is None else Mark(worker.epoch, worker.clears, worker.removed)
+
+    def snapshot(self, slot: Slot, rank: int) -> RankBlocks | None:
+        """A copy of what a rank announced; None while it is being changed in steps, or when it is too much."""
+        worker = self._workers.get(slot)
+        table = None if worker is None else worker.ranks.get(rank)
+        if worker is None or table is None or worker.hidden or table.ready or rank in worker.previews:
+            return None
+        return taken(worker, table)
+
+    def restoring(self, slot: Slot, rank: int, blocks: RankBlocks, *, most: int) -> Generator[int, None, bool]:
+        """Put a copy into an empty rank, in steps, as `purging` takes it out; returns whether all of it is there. What
+        is begun and not ended has to be purged."""
+        worker = self._workers.get(slot)
+        if worker is None or (worker.block_size, worker.counted) != (blocks.size, blocks.counted):
+            return False
+        table = worker.ranks.setdefault(rank, RankTable(self._orphan_limit))
+        if any(table.held):
+            return False
+        if not worker.heard:
+            self._hear(worker)
+        for step in putting_back(self._placement, worker, table, blocks, most):
+            if worker.span > 1:
+                self._spans[slot] = worker.span
+            self._weigh(worker)
+            yield step
+            if self._workers.get(slot) is not worker:
+                return False
+        return True
 
     def _begin_epoch(self, worker: WorkerTable) -> None:
         self._epochs += 1

@@ -168,7 +168,7 @@ class Placement:
         if tier == 0:
             worker.span = span  # an engine that was started anew may have another block size
         if span == 1:
-            self._place_all(worker, table, tier, hashes, keys, tally)
+            self.place_all(worker, table, tier, hashes, keys, tally)
         else:
             for position, engine_hash in enumerate(hashes):
                 part = keys[position * span : (position + 1) * span]
@@ -211,7 +211,7 @@ class Placement:
             table.chunks.stored(parent, event.hashes)
         return True
 
-    def _place_all(
+    def place_all(
         self,
         worker: WorkerTable,
         table: RankTable,
@@ -220,7 +220,7 @@ class Placement:
         keys: list[BlockKey],
         tally: Tally,
     ) -> None:
-        """`_place` for many blocks of one key each: the loop that decides the rate of ingest."""
+        """`place` for many blocks of one key each: the loop that decides the rate of ingest."""
         held = table.held[tier]
         masks = self.masks[tier]
         bit = worker.bit

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -125,6 +125,15 @@ class RankTable:
                     self.usual_kinds[group] = kind
             return full
         return self._groups.get(group, group is None or group == 0)
+
+    def groups_told(self) -> tuple[dict[int | None, bool], dict[int | None, str]]:
+        """A copy of what `measures` knows: which groups count, and the usual kind of those that do."""
+        return dict(self._groups), dict(self.usual_kinds)
+
+    def tell_groups(self, groups: Mapping[int | None, bool], kinds: Mapping[int | None, str]) -> None:
+        """Know this of cache groups."""
+        self._groups.update(islice(groups.items(), _MAX_GROUPS))
+        self.usual_kinds.update(islice(kinds.items(), _MAX_GROUPS))
 
     def add_orphan(
         self,

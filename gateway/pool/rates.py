@@ -102,6 +102,28 @@ class Regression:
             self._add(x, y)
             self._solve()
 
+    def learned(self) -> list[float]:
+        """What it knows, for `take_over`: samples, prior, values, vector and matrix. Empty until it is warm."""
+        if not self.warm:
+            return []
+        matrix = [number for row in self._matrix for number in row]
+        return [float(self.samples), *self._prior, *self.values, *self._vector, *matrix]
+
+    def take_over(self, learned: Sequence[float]) -> None:
+        """Go on from what another one knew; what is none of it is ignored."""
+        size = self._size
+        finite = all(math.isfinite(number) for number in learned)
+        if len(learned) != 1 + 3 * size + size * size or not finite or learned[0] < _WARM_UP:
+            return
+        prior, values, vector = (tuple(learned[1 + at * size : 1 + (at + 1) * size]) for at in range(3))
+        if not all(number > 0.0 for number in (*prior, *values)):
+            return
+        self.samples = int(learned[0])
+        self._prior, self.values, self._vector = prior, values, list(vector)
+        rest = learned[1 + 3 * size :]
+        self._matrix = [list(rest[row * size : (row + 1) * size]) for row in range(size)]
+        self._first.clear()
+
     def _add(self, x: Sequence[float], y: float) -> None:
         spread = max(y, self.predict(x))
         z = [part * prior / spread for part, prior in zip(x, self._prior, strict=True)]
@@ -172,6 +194,26 @@ class PoolRates:
     def samples(self) -> int:
         """Prefill observations so far."""
         return self._prefill.samples
+
+    def learned(self) -> list[float]:
+        """What was learned, for `take_over`: four means, then both models behind their lengths."""
+        prefill, inter_token = self._prefill.learned(), self._inter_token.learned()
+        means = [self.output_tokens, self.prompt_tokens, self._text_bytes, self._text_tokens]
+        return [*means, float(len(prefill)), *prefill, float(len(inter_token)), *inter_token]
+
+    def take_over(self, learned: Sequence[float]) -> None:
+        """Go on from what another process learned; what is none of it is ignored."""
+        if len(learned) < 6 or not all(math.isfinite(number) and number >= 0.0 for number in learned[:5]):
+            return
+        end = 5 + int(learned[4])
+        self._prefill.take_over(learned[5:end])
+        self._inter_token.take_over(learned[end + 1 :])
+        self.prefill = PrefillRates(*self._prefill.values)
+        self.inter_token = InterTokenRates(*self._inter_token.values)
+        self.output_tokens, self.prompt_tokens = learned[0], learned[1]
+        if learned[2] > 0.0 and learned[3] > 0.0:
+            self._text_bytes, self._text_tokens = learned[2], learned[3]
+            self.bytes_a_token = min(max(learned[2] / learned[3], _TEXT_BOUNDS[0]), _TEXT_BOUNDS[1])
 
     def prefill_s(self, new: int, cached: int) -> float:
         """Seconds to prefill `new` tokens behind `cached` ones on a worker of slowdown 1."""
@@ -253,6 +295,23 @@ class Slowdown:
         self._squares = self._squares * keep + weight * seen * seen
         self._weight = self._weight * keep + weight
         self.samples += 1
+        self._settle()
+
+    def learned(self) -> list[float]:
+        """What it knows, for `take_over`."""
+        return [float(self.samples), self._sum, self._squares, self._weight]
+
+    def take_over(self, learned: Sequence[float]) -> None:
+        """Go on from what another one knew; what is none of it is ignored."""
+        if len(learned) != 4 or not all(math.isfinite(number) for number in learned):
+            return
+        if learned[0] < 1 or not 0.0 <= learned[3] <= self._MEMORY or abs(learned[1]) > self._BOUND * self._MEMORY:
+            return
+        self.samples = int(learned[0])
+        self._sum, self._squares, self._weight = learned[1], max(0.0, learned[2]), learned[3]
+        self._settle()
+
+    def _settle(self) -> None:
         total = self._weight + self._PRIOR_WEIGHT
         mean = self._sum / total
         scatter = self._squares - self._weight * (self._sum / self._weight) ** 2 if self._weight > 0.0 else 0.0

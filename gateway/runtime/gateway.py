@@ -184,7 +184,7 @@ class Gateway:
         self._started_at = self.clock()
         self.supervisor.start("expire", self._expire)
         if self.sharing is not None:
-            self.sharing.start(self.supervisor)
+            self.sharing.start(self.supervisor, self.membership)
             stack.push_async_callback(self.sharing.stop)
         if self._requests_log is not None:
             log = self._requests_log

@@ -13,13 +13,17 @@ from collections.abc import Callable
 from random import Random
 
 from gateway.kv import KvIndex
-from gateway.replicas import Exchange, Journal, Peers, StoreAddress
+from gateway.replicas import Exchange, Journal, Peers, Shelf, StoreAddress
 from gateway.router import Router
 from gateway.runtime.supervisor import Supervisor
+from gateway.runtime.warmth import Warmth
 from gateway.settings import Settings
 from gateway.telemetry import PeerReading, ReplicaReading
+from gateway.upstream.membership import Membership
 
 _NUMBER_BITS = 63
+SHELF_LIFE_PERIODS = 20
+"""Periods that what is left for others stays: ten minutes, for a whole fleet that is begun anew."""
 
 
 class Sharing:
@@ -33,6 +37,7 @@ class Sharing:
         *,
         prefix: str,
         ttl_s: float,
+        snapshot_s: float,
         clock: Callable[[], float],
         rng: Random,
     ) -> None:
@@ -42,10 +47,14 @@ class Sharing:
         self.peers = Peers(number, router.fleet, index, router.sessions, ttl_s=ttl_s)
         self.exchange = Exchange(address, self.journal, self.peers, channel=f"{prefix}:replicas", clock=clock, rng=rng)
         self._clock = clock
+        shelf = Shelf(address, prefix=prefix, life_s=SHELF_LIFE_PERIODS * snapshot_s)
+        self.warmth = Warmth(shelf, router.fleet, index, snapshot_s=snapshot_s)
         router.watch(self.journal)
 
-    def start(self, supervisor: Supervisor) -> None:
-        """Speak and listen from now on."""
+    def start(self, supervisor: Supervisor, membership: Membership) -> None:
+        """Speak and listen from now on, and begin feeds from what others left."""
+        membership.before_feed = self.warmth.warm
+        supervisor.start("warm start", lambda: self.warmth.keep(membership))
         supervisor.start("replicas listen", self.exchange.listen)
         supervisor.start("replicas speak", self.exchange.speak)
 
@@ -56,6 +65,7 @@ class Sharing:
     def tick(self, now: float) -> None:
         """Time has passed."""
         self.peers.tick(now)
+        self.warmth.tick()
 
     async def stop(self) -> None:
         """Say goodbye."""
@@ -99,5 +109,13 @@ def share(
     address = settings.redis.address()
     if address is None:
         return None
-    ttl_s = settings.routing.speculative_ttl_s
-    return Sharing(address, router, index, prefix=settings.redis.prefix, ttl_s=ttl_s, clock=clock, rng=rng)
+    return Sharing(
+        address,
+        router,
+        index,
+        prefix=settings.redis.prefix,
+        ttl_s=settings.routing.speculative_ttl_s,
+        snapshot_s=settings.redis.snapshot_s,
+        clock=clock,
+        rng=rng,
+    )

@@ -30,6 +30,9 @@ class RedisSettings(Section):
     ca: Path | None = Field(None, description="Authorities (PEM) that are believed; none: the system's.")
     cert: Path | None = Field(None, description="Client certificate (PEM) for a server that wants one.")
     key: Path | None = Field(None, description="Its private key, without a password; none: in the same file.")
+    snapshot_s: Seconds = Field(
+        30, ge=1, description="Seconds between two copies of the index that a process which starts begins with."
+    )
     timeout_s: Seconds = Field(1, description="What the store has not done by then has failed.")
 
     @field_validator("url")

@@ -33,7 +33,17 @@ from gateway.kv.events import (
     parse_reply,
 )
 from gateway.kv.feed_state import FeedState
-from gateway.kv.feed_words import Action, Apply, AskReplay, EndPreview, FeedCounters, FeedPhase, Preview, Purge
+from gateway.kv.feed_words import (
+    Action,
+    Apply,
+    AskReplay,
+    EndPreview,
+    FeedCounters,
+    FeedPhase,
+    FeedPoint,
+    Preview,
+    Purge,
+)
 from gateway.kv.index import KvIndex
 from gateway.kv.numbers import Applied
 from gateway.kv.pieces import LARGE_BYTES, cost, large_pieces, pieces
@@ -155,6 +165,15 @@ class KvFeed:
             or self._unfinished is not None
         )
         return self._state.caught_up and not busy
+
+    @property
+    def point(self) -> FeedPoint | None:
+        """How far it has come, when the index shows exactly that; None while it does not, or the feed is doubted."""
+        return self._state.point if self.caught_up and not self._others and not self._wanted else None
+
+    def resume(self, point: FeedPoint) -> None:
+        """The index has what another process had applied up to this point. Before the first `run`."""
+        self._state.resume(point)
 
     @property
     def phase(self) -> FeedPhase:

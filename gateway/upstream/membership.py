@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -101,6 +102,8 @@ class Membership:
         self._members: dict[WorkerId, Member] = {}
         self._log = structlog.get_logger("kvgate.membership")
         self.members: Mapping[WorkerId, Member] = MappingProxyType(self._members)
+        self.before_feed: Callable[[Member, Seat, KvFeed], Awaitable[None]] | None = None
+        """What may be known of a rank before its feed runs: each waits for it, and it has limits of its own."""
 
     def expect(self, spec: WorkerSpec) -> None:
         """Let a worker join as soon as it answers."""
@@ -481,7 +484,12 @@ class Membership:
                 turns=self._turns,
                 on_trust=lambda: self._trust_changed(seat),
             )
-            self._tasks.start(seat.feed_name(source), feed.run)
+            self._tasks.start(seat.feed_name(source), partial(self._run_feed, seat, feed))
+
+    async def _run_feed(self, seat: Seat, feed: KvFeed) -> None:
+        if self.before_feed is not None:
+            await self.before_feed(self._members[seat.spec.member], seat, feed)
+        await feed.run()
 
     async def _stop_feeds(self, seat: Seat, sources: Sequence[EventSource]) -> None:
         for source in sources:
