@@ -28,7 +28,8 @@ from gateway.kv import KvIndex
 from gateway.policy import make_policy
 from gateway.pool import Fleet
 from gateway.router import Router
-from gateway.settings import ENV_PREFIX, Settings
+from gateway.runtime.reload import AT_START, is_live
+from gateway.settings import ENV_PREFIX, WHY, Settings, unit_of
 from gateway.telemetry.metrics import describe_metrics
 
 HERE = Path(__file__).parent / "reference"
@@ -39,7 +40,7 @@ NOTE = "<!-- Written by docs/generate_reference.py; edit the code, not this page
 
 
 def settings_page() -> str:
-    """Every key with its environment variable, default and meaning."""
+    """Every key with its default, unit, whether it changes while the process runs, meaning and reason."""
     lines = [
         "# Settings",
         NOTE,
@@ -48,12 +49,22 @@ def settings_page() -> str:
         "Deeper keys take one more `__`: `KVGATE_ROUTING__AFFINITY__HEADER`. Lists (`models`, `workers`) are given as",
         'JSON, `KVGATE_WORKERS=\'[{"url": "http://10.0.0.1:8000"}]\'`, and replace those of the file.',
         "An unknown key stops the start and is named. `GET /admin/config` shows what is in force, secrets masked.",
+        "How to check, show and change a configuration: [the guide](../guides/configuration.md).",
+        "",
+        "Keys with *live* are obeyed as soon as the file says something else, by the next request, poll or probe;",
+        "those with *restart* wait for the next start of the process.",
     ]
     for section, field in Settings.model_fields.items():
         model, many = _model_of(field.annotation)
         lines += ["", f"## {section}{' (a list)' if many else ''}", "", (model.__doc__ or "").strip(), ""]
-        lines += ["| key | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{key}` | {default} | {text} |" for key, default, text in _keys(model)]
+        lines += ["| key | default | unit | changes | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            f"| `{key}` | {default} | {unit} | {'live' if is_live(f'{section}.{key}') else 'restart'} | {text} |"
+            for key, default, unit, text in _keys(model)
+        ]
+        fixed = [f"`{key}`: {reason}" for key, reason in AT_START.items() if key.partition(".")[0] == section]
+        if fixed:
+            lines += ["", f"Why with a restart only: {'; '.join(fixed)}."]
         if not many:
             lines += ["", f"Environment: `{ENV_PREFIX}{section.upper()}__<KEY>`."]
     return "\n".join(lines) + "\n"
@@ -67,20 +78,28 @@ def _model_of(annotation: object) -> tuple[type[BaseModel], bool]:
     return annotation, False
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Key, default, unit, text."""
     for name, field in sorted(model.model_fields.items(), key=lambda item: not item[1].is_required()):
         annotation = field.annotation
         inner = [one for one in (annotation, *typing.get_args(annotation)) if _is_section(one)]
         if inner and typing.get_origin(annotation) is not dict:
             many = "[]" if typing.get_origin(annotation) is tuple else ""
             if inner[0] is not annotation:
-                yield prefix + name, f"`{_plain(field.default)}`", field.description or ""
+                yield prefix + name, f"`{_plain(field.default)}`", "", field.description or ""
             yield from _keys(inner[0], f"{prefix}{name}{many}.")
             continue
         default = "required" if field.default is PydanticUndefined else f"`{_plain(field.default)}`"
         choices = _choices(annotation)
         text = (field.description or "") + (f" One of {choices}." if choices else "")
-        yield prefix + name, default, text
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and WHY in extra:
+            text += f" *Why: {extra[WHY]}.*"
+        yield prefix + name, default, (unit_of(name) or "") if _is_number(annotation) else "", text
+
+
+def _is_number(annotation: object) -> bool:
+    return annotation in (int, float) or any(map(_is_number, typing.get_args(annotation)))
 
 
 def _is_section(annotation: object) -> typing.TypeGuard[type[BaseModel]]:

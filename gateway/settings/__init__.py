@@ -34,12 +34,14 @@ from gateway.settings.requests import (
     TimeoutSettings,
 )
 from gateway.settings.schema import json_schema, unit_of
+from gateway.settings.section import WHY
 from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, is_loopback
 from gateway.settings.tree import ENV_PREFIX, Settings
 
 __all__ = [
     "ENV_PREFIX",
     "POLICIES",
+    "WHY",
     "AffinitySettings",
     "AuthSettings",
     "DiscoverySettings",

@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, WithJsonSchema, field_validator, model_va
 
 from gateway.pool import MAX_WORKERS, Route, Shadow, Version
 from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
-from gateway.settings.section import Seconds, Section
+from gateway.settings.section import Seconds, Section, why
 
 _YAML_OFF = WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}]})
 """YAML 1.1 reads a bare `off` as false."""
@@ -191,22 +191,46 @@ class HealthSettings(Section):
     """When a worker gets no requests because they fail there, and how it comes back."""
 
     failures: int = Field(
-        5, ge=1, le=1000, description="Failed requests, less those answered meanwhile, that eject a worker."
+        5,
+        ge=1,
+        le=1000,
+        description="Failed requests, less those answered meanwhile, that eject a worker.",
+        json_schema_extra=why("one bad request does not eject a worker, a broken one loses a handful"),
     )
     open_s: Seconds = Field(
-        10, description="How long it is left alone before a trial; each failed one doubles that, up to 16 times."
+        10,
+        description="How long it is left alone before a trial; each failed one doubles that, up to 16 times.",
+        json_schema_extra=why("about what an engine needs to get over an overload"),
     )
-    probe_s: Seconds = Field(10, description="Seconds between two probes of a worker, and the limit of a trial.")
+    probe_s: Seconds = Field(
+        10,
+        description="Seconds between two probes of a worker, and the limit of a trial.",
+        json_schema_extra=why(
+            "what a probe finds (adapters, versions) changes seldom; the data path notices at once that nobody listens"
+        ),
+    )
     panic_ratio: float = Field(
-        0.5, ge=0, le=1, description="When more than this share of a pool is ejected, all of it is used; 1: never."
+        0.5,
+        ge=0,
+        le=1,
+        description="When more than this share of a pool is ejected, all of it is used; 1: never.",
+        json_schema_extra=why("with half of a pool gone, the load on the rest breaks more than failed requests do"),
     )
-    slow_start_s: Seconds = Field(10, description="How long the requests of a recovered worker are limited.")
+    slow_start_s: Seconds = Field(
+        10,
+        description="How long the requests of a recovered worker are limited.",
+        json_schema_extra=why("a worker that has come back has a cold cache and perhaps the old fault"),
+    )
 
 
 class LoadSettings(Section):
     """Polling of the workers' /metrics."""
 
-    poll_s: Seconds = Field(1, description="Seconds between two polls of one worker.")
+    poll_s: Seconds = Field(
+        1,
+        description="Seconds between two polls of one worker.",
+        json_schema_extra=why("between two polls our own counts say what we have added"),
+    )
 
 
 def worker_url(value: str) -> str:

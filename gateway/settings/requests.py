@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from gateway.records import Endpoint
-from gateway.settings.section import Seconds, Section
+from gateway.settings.section import Seconds, Section, why
 
 Weight = Literal["auto"] | Annotated[float, Field(ge=0, le=1_000, allow_inf_nan=False)]
 
@@ -19,10 +19,25 @@ class AffinitySettings(Section):
 
     header: str = Field("x-session-id", description="Request header that carries the session id.")
     body_field: str | None = Field(None, description="Top-level body field that carries it, when the header is absent.")
-    ttl_s: Seconds = Field(3600, description="A session without requests is forgotten after this long.")
-    max_sessions: int = Field(1_000_000, ge=0, description="Sessions remembered; the oldest go first.")
+    ttl_s: Seconds = Field(
+        3600,
+        description="A session without requests is forgotten after this long.",
+        json_schema_extra=why("people come back within the hour; cached blocks rarely live longer"),
+    )
+    max_sessions: int = Field(
+        1_000_000,
+        ge=0,
+        description="Sessions remembered; the oldest go first.",
+        json_schema_extra=why("some hundred bytes each"),
+    )
     credit_s: float = Field(
-        0.02, ge=0, le=60, description="Seconds by which a session's last worker is preferred; 0: not at all."
+        0.02,
+        ge=0,
+        le=60,
+        description="Seconds by which a session's last worker is preferred; 0: not at all.",
+        json_schema_extra=why(
+            "a hundred or two tokens of prefill; binding sessions harder costs 3 to 4 % of the time to first token"
+        ),
     )
 
 
@@ -35,14 +50,32 @@ class RoutingSettings(Section):
     alpha: Weight = Field("auto", description="Scales what a hit saves; auto is 1 on learned rates.")
     beta: Weight = Field("auto", description="Scales the wait; auto is 1.")
     gamma: Weight = Field("auto", description="Scales the prices of decode, eviction and occupancy; auto is 1.")
-    speculative_ttl_s: Seconds = Field(2, description="How long a sent prompt counts as held without an event.")
+    speculative_ttl_s: Seconds = Field(
+        2,
+        description="How long a sent prompt counts as held without an event.",
+        json_schema_extra=why("engines announce a block within a second of computing it"),
+    )
     affinity: AffinitySettings = AffinitySettings()
     shards: int = Field(
-        1, ge=1, le=64, description="Slices of a large pool; a decision looks at the one that is home to its prefix."
+        1,
+        ge=1,
+        le=64,
+        description="Slices of a large pool; a decision looks at the one that is home to its prefix.",
+        json_schema_extra=why("splitting pays in very large pools only (docs/concepts/pools.md)"),
     )
-    shard_workers: int = Field(16, ge=2, le=1024, description="Least workers of a shard: a smaller pool has fewer.")
+    shard_workers: int = Field(
+        16,
+        ge=2,
+        le=1024,
+        description="Least workers of a shard: a smaller pool has fewer.",
+        json_schema_extra=why("fewer share load too unevenly"),
+    )
     spill_margin_s: float = Field(
-        0.5, ge=0, le=3600, description="A request leaves its home shard for one that is cheaper by more than this."
+        0.5,
+        ge=0,
+        le=3600,
+        description="A request leaves its home shard for one that is cheaper by more than this.",
+        json_schema_extra=why("the prefill of some thousand tokens: for less it is not worth leaving a cache"),
     )
 
     @model_validator(mode="after")
@@ -59,18 +92,26 @@ class IndexSettings(Section):
         2_147_483_648,
         ge=1_048_576,
         description="Memory for the index; above it the coldest blocks of the fullest worker are let go.",
+        json_schema_extra=why("9.6 million blocks at the most bytes one takes"),
     )
     route_miss_threshold: float = Field(
         0.05,
         gt=0,
         lt=1,
         description="Share of a worker's predicted hits that may be missed; above it its refresh is tightened.",
+        json_schema_extra=why("evictions between decision and prefill alone cause fewer misses"),
     )
     approximate_ttl_s: Seconds = Field(
-        600, description="How long a block learned from routing (a worker without events) counts without being used."
+        600,
+        description="How long a block learned from routing (a worker without events) counts without being used.",
+        json_schema_extra=why("twice the time over which the value of an idle block falls to 1/e, measured on traces"),
     )
     approximate_tokens: int = Field(
-        262_144, ge=1024, le=1 << 40, description="Cache of a worker that does not report its size, in tokens."
+        262_144,
+        ge=1024,
+        le=1 << 40,
+        description="Cache of a worker that does not report its size, in tokens.",
+        json_schema_extra=why("an 8B model on a card of 40 GB"),
     )
     offload_ttl_s: Seconds = Field(
         3600,
@@ -96,14 +137,32 @@ class PhaseSettings(Section):
 class TimeoutSettings(Section):
     """Deadlines of the phases on the worker's side (`docs/concepts/life-of-a-request.md`)."""
 
-    connect_s: Seconds = Field(2, description="Connection to a worker.")
-    send_s: Seconds = Field(30, description="Until the worker has taken a request that it does not take at once.")
-    first_byte_s: Seconds = Field(
-        120, description="From the request sent until the answer begins, a stream with the first byte of its body."
+    connect_s: Seconds = Field(
+        2,
+        description="Connection to a worker.",
+        json_schema_extra=why(
+            "a host that is there answers in milliseconds; a lost packet is sent again after a second"
+        ),
     )
-    idle_s: Seconds = Field(60, description="Between two pieces of an answer, and for a client that takes nothing.")
+    send_s: Seconds = Field(
+        30,
+        description="Until the worker has taken a request that it does not take at once.",
+        json_schema_extra=why("a worker that reads takes a body at once"),
+    )
+    first_byte_s: Seconds = Field(
+        120,
+        description="From the request sent until the answer begins, a stream with the first byte of its body.",
+        json_schema_extra=why("the prefill of a very long prompt, behind a queue"),
+    )
+    idle_s: Seconds = Field(
+        60,
+        description="Between two pieces of an answer, and for a client that takes nothing.",
+        json_schema_extra=why("a decode step takes well below a second; a minute of silence is a stuck engine"),
+    )
     total_s: Seconds = Field(
-        1800, description="The whole request, retries included; a client's header `x-request-timeout-s` may shorten it."
+        1800,
+        description="The whole request, retries included; a client's header `x-request-timeout-s` may shorten it.",
+        json_schema_extra=why("the longest answers of reasoning models"),
     )
     paths: dict[Endpoint, PhaseSettings] = Field(
         {}, description="What differs by path: `{/v1/embeddings: {first_byte_s: 10, total_s: 30}}`."
@@ -114,11 +173,18 @@ class TimeoutSettings(Section):
 class RetrySettings(Section):
     """Other workers tried before the first byte."""
 
-    max: int = Field(2, ge=0, le=10, description="Further workers tried when one cannot be reached, breaks or is busy.")
+    max: int = Field(
+        2,
+        ge=0,
+        le=10,
+        description="Further workers tried when one cannot be reached, breaks or is busy.",
+        json_schema_extra=why("three workers that fail in a row are no accident; more tries only add load"),
+    )
     budget_ratio: float = Field(
         0.2,
         ge=0,
         le=1,
         description="Retries after failures, as a share of a pool's requests in the last 10 s; ten more are always "
         "allowed. Moving on from a worker that has no room (429, 503 with Retry-After) is not counted.",
+        json_schema_extra=why("bounds what an outage adds to the load of the others at a fifth"),
     )

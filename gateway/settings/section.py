@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+WHY = "x-why"
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -14,3 +16,8 @@ class Section(BaseModel):
     """One section of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def why(reason: str) -> dict[str, JsonValue]:
+    """For `json_schema_extra` of a key: why its default is what it is. Shown in the reference and in the schema."""
+    return {WHY: reason}

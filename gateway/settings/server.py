@@ -10,30 +10,69 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from gateway.credentials import KeySettings, ServerTls
-from gateway.settings.section import Port, Seconds, Section
+from gateway.settings.section import Port, Seconds, Section, why
 
 
 class ServerSettings(Section):
     """The two ports and the limits of the client port."""
 
     host: str = Field("0.0.0.0", description="Address the client port binds.")
-    port: Port = Field(8000, description="Client port; 0 takes a free one.")
+    port: Port = Field(
+        8000,
+        description="Client port; 0 takes a free one.",
+        json_schema_extra=why("8000 is where OpenAI-compatible servers usually are"),
+    )
     admin_host: str = Field("127.0.0.1", description="Address the admin port binds; loopback by default.")
     admin_port: Port = Field(8001, description="Admin port; 0 takes a free one.")
-    drain_timeout_s: Seconds = Field(30, description="How long open requests may finish after SIGTERM.")
-    header_timeout_s: Seconds = Field(10, description="A client must have sent its request header by then.")
-    body_timeout_s: Seconds = Field(60, description="A client must have sent its request body by then.")
-    idle_timeout_s: Seconds = Field(75, description="A client's connection may wait this long for its next request.")
-    max_body_bytes: int = Field(67_108_864, ge=1024, le=1 << 31, description="Largest request body.")
-    max_header_bytes: int = Field(65_536, ge=1024, le=1 << 24, description="Largest request header.")
+    drain_timeout_s: Seconds = Field(
+        30,
+        description="How long open requests may finish after SIGTERM.",
+        json_schema_extra=why("what Kubernetes waits before it kills (terminationGracePeriodSeconds)"),
+    )
+    header_timeout_s: Seconds = Field(
+        10,
+        description="A client must have sent its request header by then.",
+        json_schema_extra=why("a head is a packet or two; what takes longer is broken or hostile"),
+    )
+    body_timeout_s: Seconds = Field(
+        60,
+        description="A client must have sent its request body by then.",
+        json_schema_extra=why("a prompt of a megabyte over a slow mobile line"),
+    )
+    idle_timeout_s: Seconds = Field(
+        75,
+        description="A client's connection may wait this long for its next request.",
+        json_schema_extra=why(
+            "above the 60 s after which load balancers close idle connections, so that they close first"
+        ),
+    )
+    max_body_bytes: int = Field(
+        67_108_864,
+        ge=1024,
+        le=1 << 31,
+        description="Largest request body.",
+        json_schema_extra=why("room for a handful of images as base64"),
+    )
+    max_header_bytes: int = Field(
+        65_536,
+        ge=1024,
+        le=1 << 24,
+        description="Largest request header.",
+        json_schema_extra=why("far above what cookies and tokens take"),
+    )
     max_buffered_bytes: int = Field(
         1_073_741_824,
         ge=1024,
         le=1 << 40,
         description="Request bodies in memory, all together; what comes beyond is refused with 503.",
+        json_schema_extra=why("sixteen of the largest bodies, or a hundred thousand usual ones"),
     )
     max_connections: int = Field(
-        16_384, ge=1, le=1_000_000, description="Open connections of clients; one more is refused with 503."
+        16_384,
+        ge=1,
+        le=1_000_000,
+        description="Open connections of clients; one more is refused with 503.",
+        json_schema_extra=why("with the workers' side it stays below 65,536 file descriptors"),
     )
     tls: ServerTls = ServerTls()
     cors_origins: tuple[str, ...] = Field(
@@ -41,7 +80,9 @@ class ServerSettings(Section):
     )
     receipts: bool = Field(True, description="Send x-kvgate-* headers with each answer.")
     ready_timeout_s: Seconds = Field(
-        30, description="Report ready after this long even when an index is still catching up."
+        30,
+        description="Report ready after this long even when an index is still catching up.",
+        json_schema_extra=why("a replay takes seconds; a feed that never catches up must not keep traffic out"),
     )
 
     @field_validator("cors_origins")
