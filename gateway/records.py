@@ -371,6 +371,8 @@ class Decision:
     affinity: str = "none"
     reason: str | None = None
     decided_at: float = 0.0
+    slow_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    """The part of `predicted_tokens` that lies in slower tiers only, by tier."""
     shard: int | None = None
     home_shard: int | None = None
 
@@ -466,6 +468,7 @@ class Outcome:
     inter_token_s: float | None = None
     chunks: int = 0
     retries: int = 0
+    slow_tokens: Mapping[Tier, int] = field(default_factory=dict)
     affinity: str = "none"
     mode: PrefixMode = PrefixMode.NONE
     stages: StageTimes = field(default_factory=StageTimes)

@@ -15,9 +15,10 @@ It keeps no clock and does no I/O: `now` is an argument, in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from types import MappingProxyType
 
 from gateway.checks import Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
@@ -56,6 +57,8 @@ _RETRY_AFTER_S = 1.0
 
 _NO_ANSWER = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, Endpoint.TOKENIZE, Endpoint.DETOKENIZE})
 """Endpoints that generate no tokens."""
+
+_NOTHING_SLOW: Mapping[Tier, int] = MappingProxyType({})
 
 _SLOW_TIERS = (Tier.CPU, Tier.DISK, Tier.REMOTE)
 
@@ -292,6 +295,8 @@ class Router:
             raise self._nobody(pool, request)
         at, rows, raw, view, workers = found.at, found.rows, found.raw, found.view, found.shard.workers
         worker = workers[at]
+        overlaps, bit = found.overlaps, 1 << worker.slot
+        slow = overlaps.slow(worker.slot) if overlaps is not None and self._slow_slots & bit else _NOTHING_SLOW
         decision = Decision(
             request_id=request.request_id,
             model=pool.name,
@@ -310,17 +315,15 @@ class Router:
             decided_at=now,
             shard=found.number,
             home_shard=found.first,
+            slow_tokens=slow,
         )
         hit = view.hits[at]
-        overlaps = found.overlaps
         # Policies that do not price in seconds leave the terms at 0; what others wait for must be known all the same.
         own_s = rows[at][_OWN_S] or worker.slowdown * pool.rates.prefill_s(blocks.tokens - hit, hit)
-        bit = 1 << worker.slot
-        slow = sum(overlaps.slow(worker.slot).values()) if overlaps is not None and self._slow_slots & bit else 0
         text = blocks.mode is PrefixMode.APPROXIMATE
         if blocks.text is not None and overlaps is not None:
             text = overlaps.tokens(worker.slot) < raw[at]
-        return _Choice(decision, worker, pool, hit, own_s, output, slow, text, overlaps)
+        return _Choice(decision, worker, pool, hit, own_s, output, sum(slow.values()), text, overlaps)
 
     def _may_have(self, pool: Pool, home: WorkerId | None) -> bool:
         """Whether a session's worker may get requests of this pool now."""

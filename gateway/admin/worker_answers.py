@@ -6,270 +6,20 @@ from collections.abc import Iterable
 from typing import Literal
 
 from gateway.admin.answer import Answer
-from gateway.pool import Breaker, PoolRates, Worker, WorkerState, health
-from gateway.pool.trust import Trust
-from gateway.records import EventSource, Finding, LoadSample, Severity, TrustState
+from gateway.admin.worker_parts import (
+    EventEndpoint,
+    FeedAnswer,
+    FindingAnswer,
+    HealthAnswer,
+    LoadAnswer,
+    RatesAnswer,
+    TierAnswer,
+    TrustAnswer,
+    WorkAnswer,
+)
+from gateway.pool import Worker, WorkerState
+from gateway.records import Tier
 from gateway.telemetry import FeedReading, SourceReading, WorkerReading
-
-
-class EventEndpoint(Answer):
-    """Where one rank's KV events and replays come from."""
-
-    rank: int
-    """Number of the data-parallel rank, 0 without data parallelism."""
-    endpoint: str
-    """ZeroMQ address of its events."""
-    replay_endpoint: str | None
-    """ZeroMQ address of its replays; null when it has none."""
-
-    @classmethod
-    def of(cls, source: EventSource) -> EventEndpoint:
-        """As probed or configured."""
-        return cls(rank=source.rank, endpoint=source.endpoint, replay_endpoint=source.replay_endpoint)
-
-
-class LoadAnswer(Answer):
-    """A worker's own words about its load, and how old they are."""
-
-    running: float
-    """Requests it computes."""
-    waiting: float
-    """Requests that wait inside it."""
-    kv_usage: float
-    """Share of its KV blocks held by running requests, 0 to 1."""
-    prefix_queries: float | None
-    """Prompt tokens it looked up in its cache since its start; null when it does not say."""
-    prefix_hits: float | None
-    """Those it found."""
-    age_s: float
-    """Seconds since it said so."""
-
-    @classmethod
-    def of(cls, sample: LoadSample, age_s: float) -> LoadAnswer:
-        """The last sample."""
-        return cls(
-            running=sample.running,
-            waiting=sample.waiting,
-            kv_usage=sample.kv_usage,
-            prefix_queries=sample.prefix_queries,
-            prefix_hits=sample.prefix_hits,
-            age_s=age_s,
-        )
-
-
-class WorkAnswer(Answer):
-    """What a new request would meet at a worker, as the score sees it."""
-
-    prefills: int
-    """Requests sent by this gateway whose prefill is not over."""
-    prefill_s: float
-    """Seconds their prefills take."""
-    others: float
-    """Requests that other clients or gateways have there."""
-    kv_tokens: int
-    """Tokens of KV room taken by open requests."""
-    kv_capacity: int
-    """Tokens its KV cache holds; 0 while nobody knows."""
-
-    @classmethod
-    def of(cls, worker: Worker) -> WorkAnswer:
-        """Work now."""
-        return cls(
-            prefills=worker.pending,
-            prefill_s=worker.pending_s,
-            others=worker.foreign_requests,
-            kv_tokens=worker.kv_tokens,
-            kv_capacity=worker.kv_capacity,
-        )
-
-
-class RatesAnswer(Answer):
-    """Speeds learned from requests: of all workers with the same base model, and how this one differs."""
-
-    prefill_overhead_s: float
-    """Seconds a prefill takes whatever its length."""
-    prefill_token_s: float
-    """Seconds for each new token."""
-    prefill_pair_s: float
-    """Seconds for each pair of tokens that attention looks at."""
-    inter_token_floor_s: float
-    """Seconds between two tokens of a stream that is alone."""
-    inter_token_each_s: float
-    """More for each further running request."""
-    samples: int
-    """Prefills it was learned from; below eight it is an assumption."""
-    slowdown: float
-    """How much longer this worker takes: 1 as its pool, 2 twice as long."""
-    slowdown_samples: int
-    """Prefills the slowdown was learned from."""
-    hit_rate: float
-    """Share of prompt tokens found in its cache, from its own counters."""
-
-    @classmethod
-    def of(cls, worker: Worker) -> RatesAnswer:
-        """As learned by now."""
-        rates: PoolRates = worker.rates
-        return cls(
-            prefill_overhead_s=rates.prefill.overhead_s,
-            prefill_token_s=rates.prefill.token_s,
-            prefill_pair_s=rates.prefill.pair_s,
-            inter_token_floor_s=rates.inter_token.floor_s,
-            inter_token_each_s=rates.inter_token.each_s,
-            samples=rates.samples,
-            slowdown=worker.slowdown,
-            slowdown_samples=worker.speed.samples,
-            hit_rate=worker.hit_rate,
-        )
-
-
-class FeedAnswer(Answer):
-    """A worker's event feed, all ranks together; counts since it began."""
-
-    phases: dict[int, str]
-    """Where the feed of each rank stands: live, replaying, ..."""
-    events: dict[str, int]
-    """Events by type."""
-    gaps: int
-    """Gaps in the sequence of messages."""
-    replays: dict[str, int]
-    """Replays asked for, by result."""
-    resets: int
-    """Restarts of the worker seen in the sequence."""
-    errors: int
-    """Messages that could not be read."""
-    ignored: dict[str, int]
-    """Announced blocks left out, by reason."""
-    skipped: dict[str, int]
-    """Events left out, by reason."""
-    purges: dict[str, int]
-    """Times all that a rank announced was forgotten, by reason."""
-    repeated: int
-    """Blocks announced that were held already."""
-    overflows: int
-    """Messages that had no room while a replay ran."""
-    reconnects: int
-    """Times the connection was made anew."""
-    silences: int
-    """Times the worker computed blocks and announced nothing."""
-    doubts: dict[int, str]
-    """Why the feed of a rank is not believed although it looks whole."""
-    age_s: float | None
-    """Seconds since the last message; null before the first."""
-
-    @classmethod
-    def of(cls, feed: FeedReading) -> FeedAnswer:
-        """All ranks together."""
-        return cls(
-            phases=dict(feed.phases),
-            events=dict(feed.events),
-            gaps=feed.gaps,
-            replays=dict(feed.replays),
-            resets=feed.resets,
-            errors=feed.errors,
-            ignored=dict(feed.ignored),
-            skipped=dict(feed.skipped),
-            purges=dict(feed.purges),
-            repeated=feed.repeated,
-            overflows=feed.overflows,
-            reconnects=feed.reconnects,
-            silences=feed.silences,
-            doubts=dict(feed.doubts),
-            age_s=feed.age_s,
-        )
-
-
-class FindingAnswer(Answer):
-    """What of a worker's set-up is wrong or could be better."""
-
-    severity: Severity
-    code: str
-    """As in docs/reference/findings.md."""
-    message: str
-    """What it is and what it costs."""
-    fix: str
-    """The engine's flag, or kvgate's key, that mends it."""
-
-    @classmethod
-    def of(cls, finding: Finding) -> FindingAnswer:
-        """As the probe or the comparison of tokens made it."""
-        return cls(severity=finding.severity, code=finding.code, message=finding.message, fix=finding.fix)
-
-
-class TrustAnswer(Answer):
-    """The evidence behind the factor `trust`."""
-
-    state: TrustState
-    """Of feeds and requests together."""
-    feed: TrustState
-    """Of the feeds alone."""
-    contradicted: bool
-    """Requests contradict the index."""
-    predictions: int
-    """Predictions of the last minutes that could be checked."""
-    misses: int
-    """Those that were missed."""
-    miss_rate: float | None
-    """Their share; null while there are too few."""
-    tightened: bool
-    """Load is polled more often for it."""
-    relearned: int
-    """Times the index was learned anew."""
-
-    @classmethod
-    def of(cls, trust: Trust) -> TrustAnswer:
-        """Trust now."""
-        return cls(
-            state=trust.state,
-            feed=trust.feed,
-            contradicted=trust.contradicted,
-            predictions=trust.predictions,
-            misses=trust.misses,
-            miss_rate=trust.miss_rate,
-            tightened=trust.tightened,
-            relearned=trust.remedies,
-        )
-
-
-class ChangeAnswer(Answer):
-    """One change of a worker's state."""
-
-    before: WorkerState
-    state: WorkerState
-    reason: str | None
-    """A word; null where the state says it all."""
-    age_s: float
-    """Seconds since."""
-
-
-class HealthAnswer(Answer):
-    """What the state of a worker is made of."""
-
-    breaker: Breaker
-    failures: int
-    """Failures not made good by answers."""
-    trial_in_s: float | None
-    """Seconds until the trial of an open breaker."""
-    limit: int | None
-    """Requests a slow start allows at a time; null: any number."""
-    draining: bool
-    """An operator drains it."""
-    changes: list[ChangeAnswer]
-    """The last changes of state, newest first."""
-
-    @classmethod
-    def of(cls, worker: health.Health, now: float) -> HealthAnswer:
-        """Health now."""
-        return cls(
-            breaker=worker.breaker,
-            failures=worker.failures,
-            trial_in_s=worker.half_open_in_s(now),
-            limit=worker.limit,
-            draining=worker.draining,
-            changes=[
-                ChangeAnswer(before=change.before, state=change.state, reason=change.reason, age_s=now - change.at)
-                for change in reversed(worker.past)
-            ],
-        )
 
 
 class WorkerAnswer(Answer):
@@ -331,6 +81,10 @@ class WorkerAnswer(Answer):
     """Where knowledge of its cache comes from."""
     index_blocks: dict[str, int]
     """Blocks the index knows, by tier."""
+    tiers: dict[Tier, TierAnswer]
+    """What each tier holds, churns and gives; tiers without anything are left out."""
+    slow_share: float | None
+    """Share of hits from slower tiers than the GPU; null without hits."""
     feed: FeedAnswer | None
     """Null without an event feed."""
     findings: list[FindingAnswer]
@@ -387,6 +141,8 @@ class WorkerAnswer(Answer):
             slowdown=worker.slowdown,
             index_from="events" if reading is not None and reading.announces else "routing",
             index_blocks={tier.value: blocks for tier, blocks in reading.blocks.items()} if reading is not None else {},
+            tiers=_tiers(worker, reading, feed),
+            slow_share=_slow_share(reading),
             feed=FeedAnswer.of(feed) if feed is not None else None,
             findings=[FindingAnswer.of(finding) for finding in worker.findings],
         )
@@ -463,3 +219,16 @@ class WorkerList(Answer):
             joining=[JoiningAnswer(id=name, error=reading.error) for name, reading in sorted(by_name.items())],
             sources=[SourceAnswer.of(source) for source in sources],
         )
+
+
+def _tiers(worker: Worker, reading: WorkerReading | None, feed: FeedReading | None) -> dict[Tier, TierAnswer]:
+    if reading is None:
+        return {}
+    answers = {tier: TierAnswer.of(tier, reading, feed, worker.block_size) for tier in Tier}
+    return {tier: one for tier, one in answers.items() if one.held or one.stored or one.hit_tokens}
+
+
+def _slow_share(reading: WorkerReading | None) -> float | None:
+    hits = reading.hit_tokens if reading is not None else {}
+    total = sum(hits.values())
+    return (total - hits.get(Tier.GPU, 0)) / total if total else None

@@ -139,6 +139,14 @@ def worker_lines(worker: WorkerAnswer) -> Iterable[tuple[str, str]]:
     )
     blocks = ", ".join(f"{count(number)} {tier}" for tier, number in worker.index_blocks.items() if number)
     yield "index", f"{blocks or 'no'} blocks, known from {worker.index_from}"
+    for tier, one in worker.tiers.items():
+        life = "" if one.life_s is None else f", half of those lived less than {seconds(one.life_s)}"
+        used = "" if one.hits_per_stored is None else f", a stored token is used {one.hits_per_stored:.2g}x"
+        yield (
+            f"{tier} tier",
+            f"{count(one.stored)} blocks stored, {count(one.removed)} pushed out{life}; {count(one.hit_tokens)} tokens "
+            f"taken from it{used}",
+        )
     checked = f"{trust.misses} of {trust.predictions} predictions missed"
     doubt = ", requests contradict it" if trust.contradicted else ""
     yield (

@@ -354,6 +354,7 @@ class Gateway:
             fleet=self.fleet,
             index=self.index,
             insight=self.router.insight,
+            requests=self.metrics,
             membership=self.membership,
             enrolment=self.enrolment,
             upstream=self.upstream,

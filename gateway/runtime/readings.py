@@ -9,6 +9,7 @@ from gateway.discovery import Enrolment
 from gateway.edge import Edge
 from gateway.insight import POSITIONS, PrefixInsight
 from gateway.kv import KvIndex
+from gateway.kv.lives import LIFE_BOUNDS, Lives
 from gateway.pool import Breaker, Fleet, WorkerState
 from gateway.records import Tier
 from gateway.runtime.reload import Reload, Result
@@ -19,9 +20,11 @@ from gateway.telemetry import (
     ConfigReading,
     FeedReading,
     IndexReading,
+    LifeReading,
     PoolReading,
     PrefixReading,
     ReplicaReading,
+    RequestMetrics,
     SourceReading,
     WorkerReading,
 )
@@ -46,6 +49,7 @@ class GatewayReadings:
         fleet: Fleet,
         index: KvIndex,
         insight: PrefixInsight,
+        requests: RequestMetrics,
         membership: Membership,
         enrolment: Enrolment,
         upstream: Upstream,
@@ -59,6 +63,7 @@ class GatewayReadings:
         self._fleet = fleet
         self._index = index
         self._insight = insight
+        self._requests = requests
         self._membership = membership
         self._enrolment = enrolment
         self._upstream = upstream
@@ -94,6 +99,7 @@ class GatewayReadings:
                 relearned=worker.belief.remedies,
                 findings=tuple(finding.code for finding in worker.findings),
                 blocks={tier: self._index.resident(worker.slot, tier) for tier in Tier},
+                hit_tokens={tier: self._requests.hits.get((worker.id, tier), 0) for tier in Tier},
                 learned_blocks=self._index.learned(worker.slot),
                 announces=self._index.announces(worker.slot),
                 polls_ok=poller.counts.ok if poller is not None else 0,
@@ -185,6 +191,7 @@ def _feed_reading(seat: Seat, now: float) -> FeedReading:
     newest: float | None = None
     phases: dict[int, str] = {}
     doubts: dict[int, str] = {}
+    lives: dict[Tier, Lives] = {}
     for source, feed in seat.feeds.items():
         totals, counters = feed.totals, feed.counters
         events.update(totals.events)
@@ -201,6 +208,8 @@ def _feed_reading(seat: Seat, now: float) -> FeedReading:
         overflows += counters.buffer_overflows
         reconnects += counters.reconnects
         silences += counters.silences
+        for tier, some in feed.lives.lives.items():
+            lives.setdefault(tier, Lives()).add(some)
         phases[source.rank] = feed.phase.value
         if feed.doubt is not None:
             doubts[source.rank] = feed.doubt
@@ -225,4 +234,7 @@ def _feed_reading(seat: Seat, now: float) -> FeedReading:
         age_s=now - newest if newest is not None else None,
         blocks_stored=stored,
         blocks_removed=removed,
+        block_lives={
+            tier: LifeReading(LIFE_BOUNDS, some.counts, some.total_s, some.median_s()) for tier, some in lives.items()
+        },
     )

@@ -108,6 +108,7 @@ class Exposition:
         yield from page.family(m.REPORTED_PROMPT_TOKENS, [(s.labels, s.reported) for s in sent])
         yield from page.family(m.ROUTE_PREDICTIONS, [((worker,), n) for worker, n in requests.predictions.items()])
         yield from page.family(m.ROUTE_MISSES, requests.misses.items())
+        yield from page.family(m.HIT_TOKENS, list(requests.hits.items()))
         yield from page.family(m.AFFINITY, [((result,), n) for result, n in requests.affinity.items()])
         yield from page.family(m.REQUEST_RESULTS, requests.results.items())
         yield from page.family(m.RETRIES, [((reason,), n) for reason, n in requests.retries.items()])
@@ -189,6 +190,12 @@ def _write_feeds(page: _Page, feeds: Sequence[FeedReading]) -> Iterator[str]:
     yield from page.family(
         m.KV_BLOCKS_IGNORED, [((f.worker, reason), n) for f in feeds for reason, n in f.ignored.items()]
     )
+    lives = [
+        ((f.worker, tier), Histogram.of(life.bounds, life.counts, life.total_s))
+        for f in feeds
+        for tier, life in f.block_lives.items()
+    ]
+    yield from page.histograms(m.KV_BLOCK_LIFE, lives)
 
 
 class _Page:

@@ -88,6 +88,12 @@ ROUTE_MISSES = _spec(
     ("worker", "cause"),
     "Predicted hits of which more than a block and 10 % was not delivered, by cause.",
 )
+HIT_TOKENS = _spec(
+    "hit_tokens_total",
+    Kind.COUNTER,
+    ("worker", "tier"),
+    "Prompt tokens the worker reported as taken from its cache, by the tier they were predicted in.",
+)
 AFFINITY = _spec(
     "affinity_total",
     Kind.COUNTER,
@@ -305,6 +311,12 @@ KV_BLOCKS_REMOVED = _spec(
     "kv_blocks_removed_total", Kind.COUNTER, ("worker", "tier"), "Blocks a worker announced as removed, by tier."
 )
 
+KV_BLOCK_LIFE = _spec(
+    "kv_block_life_seconds",
+    Kind.HISTOGRAM,
+    ("worker", "tier"),
+    "How long blocks lived from their announcement until they were pushed out, of one block in 64.",
+)
 PREFIX_PROMPTS = _spec("prefix_prompts_total", Kind.COUNTER, ("model",), "Answered prompts compared with earlier ones.")
 PREFIX_TOKENS = _spec("prefix_tokens_total", Kind.COUNTER, ("model",), "Their tokens, in full blocks.")
 PREFIX_SHARED = _spec(
@@ -340,6 +352,7 @@ METRICS: tuple[MetricSpec, ...] = (
     REPORTED_PROMPT_TOKENS,
     ROUTE_PREDICTIONS,
     ROUTE_MISSES,
+    HIT_TOKENS,
     PREFIX_PROMPTS,
     PREFIX_TOKENS,
     PREFIX_SHARED,
@@ -406,6 +419,7 @@ METRICS: tuple[MetricSpec, ...] = (
     KV_BLOCKS_STORED,
     KV_BLOCKS_REMOVED,
     KV_BLOCKS_IGNORED,
+    KV_BLOCK_LIFE,
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gateway.records import Tier, TrustState, WorkerId
 
@@ -23,7 +23,8 @@ class WorkerReading:
     `trust_state` is None before it has joined; `tightened` says that its refresh is, `relearned` how often
     its index was learned anew, `findings` are the codes of what was found about it. `error` is why the last probe
     failed, for operators. `learned_blocks` were learned from routing; `announces`: its events tell instead what it
-    holds of token prompts. `breaker` is 0 (closed), 1 (half open) or 2 (open), None before it has joined.
+    holds of token prompts. `hit_tokens` were delivered since the start.
+    `breaker` is 0 (closed), 1 (half open) or 2 (open), None before it has joined.
     """
 
     worker: WorkerId
@@ -43,10 +44,21 @@ class WorkerReading:
     blocks: Mapping[Tier, int] = field(default_factory=dict)
     polls_ok: int = 0
     polls_failed: int = 0
+    hit_tokens: Mapping[Tier, int] = field(default_factory=dict)
     learned_blocks: int = 0
     announces: bool = False
     error: str | None = None
     breaker: int | None = None
+
+
+class LifeReading(NamedTuple):
+    """How long sampled blocks of a tier lived: how many up to each of `bounds` (seconds), one more above, and the sum
+    of their seconds; `median_s` is the bound the middle one lies below."""
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    total_s: float
+    median_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,7 @@ class FeedReading:
     reconnects: int = 0
     silences: int = 0
     doubts: Mapping[int, str] = field(default_factory=dict)
+    block_lives: Mapping[Tier, LifeReading] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

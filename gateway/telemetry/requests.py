@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
-from gateway.records import Outcome, PrefixMode, StageTimes, WorkerId
+from gateway.records import Outcome, PrefixMode, StageTimes, Tier, WorkerId
 
 UNKNOWN, NONE, OTHER, GONE = "unknown", "none", "other", "gone"
 
@@ -101,6 +101,8 @@ class RequestMetrics:
         self._stage_list = tuple(self.stages.values())
         self.predictions: dict[WorkerId, int] = {}
         self.misses: dict[tuple[WorkerId, str], int] = {}
+        self.hits: dict[tuple[WorkerId, Tier], int] = {}
+        """Delivered tokens by the tier they were predicted in."""
         self.affinity: dict[str, int] = {}
         self.retries: dict[str, int] = {}
         self.modes: dict[PrefixMode, int] = {}
@@ -141,12 +143,31 @@ class RequestMetrics:
             return
         series.delivered += delivered
         series.reported += outcome.prompt_tokens
+        if delivered and not series.gone:
+            if outcome.slow_tokens:
+                self._count_by_tier(worker, delivered, outcome)
+            else:
+                fast = (worker, Tier.GPU)
+                self.hits[fast] = self.hits.get(fast, 0) + delivered
         promised = outcome.predicted_tokens > 0 or outcome.missed_tokens > 0
         if promised and outcome.mode is not PrefixMode.NONE and not series.gone:
             self.predictions[worker] = self.predictions.get(worker, 0) + 1
             if outcome.missed_tokens > 0:
                 cause = outcome.miss_cause.value if outcome.miss_cause is not None else UNKNOWN
                 self.misses[worker, cause] = self.misses.get((worker, cause), 0) + 1
+
+    def _count_by_tier(self, worker: WorkerId, delivered: int, outcome: Outcome) -> None:
+        """Which tier a hit came from is not reported: it is laid over the prediction from the start of the prompt, the
+        fast tier first; what goes beyond it counts as the fast tier's."""
+        left = delivered
+        fast = outcome.predicted_tokens - sum(outcome.slow_tokens.values())
+        for tier, predicted in ((Tier.GPU, fast), *outcome.slow_tokens.items()):
+            part = min(left, predicted)
+            if part > 0:
+                self.hits[worker, tier] = self.hits.get((worker, tier), 0) + part
+                left -= part
+        if left:
+            self.hits[worker, Tier.GPU] = self.hits.get((worker, Tier.GPU), 0) + left
 
     def record_retry(self, attempt: Outcome) -> None:
         """Count an attempt that failed before its first byte and was followed by one on another worker. It is no
@@ -161,6 +182,8 @@ class RequestMetrics:
         self.predictions.pop(worker, None)
         for ended in [ended for ended in self.results if ended[0] == worker]:
             del self.results[ended]
+        for tier in Tier:
+            self.hits.pop((worker, tier), None)
         for miss in [miss for miss in self.misses if miss[0] == worker]:
             del self.misses[miss]
 

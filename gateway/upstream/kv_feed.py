@@ -27,6 +27,8 @@ from gateway.kv.events import (
     ForeignMessage,
     KvEvent,
     MalformedMessage,
+    Removed,
+    Stored,
     batch_rank,
     decode_batch,
     parse_live,
@@ -45,6 +47,7 @@ from gateway.kv.feed_words import (
     Purge,
 )
 from gateway.kv.index import KvIndex
+from gateway.kv.lives import BlockLives
 from gateway.kv.numbers import Applied
 from gateway.kv.pieces import LARGE_BYTES, cost, large_pieces, pieces
 from gateway.records import EventSource, Slot, Tier, TrustState, WorkerId
@@ -133,6 +136,7 @@ class KvFeed:
         self.slot = slot
         self.source = source
         self.totals = FeedTotals()
+        self.lives = BlockLives()
         self._state = state or FeedState(can_replay=source.replay_endpoint is not None)
         self._lane = _Lane(source.rank, self._state)
         self._others: dict[int, _Lane] = {}
@@ -389,6 +393,7 @@ class KvFeed:
                 self._previewed.discard(lane.rank)
                 self._purging = self._index.ending_preview(self.slot, lane.rank, most=self._limits.turn_blocks)
             case Purge():
+                self.lives.forget()
                 self._purging = self._index.purging(self.slot, lane.rank, most=self._limits.turn_blocks)
             case AskReplay():
                 self._sockets.ask(action.from_seq)
@@ -423,7 +428,7 @@ class KvFeed:
         if self._index.learned(self.slot) and not self._index.announces(self.slot):
             self._purging = self._index.hearing(self.slot, most=self._limits.turn_blocks)
             return
-        events: list[KvEvent] = []
+        events: list[Stored | Removed] = []
         blocks = 0
         for event in waiting:
             if isinstance(event, Cleared):
@@ -433,6 +438,7 @@ class KvFeed:
                     self._doing = None
                     return
                 if isinstance(action, Apply):
+                    self.lives.forget()
                     self._purging = self._index.purging(
                         self.slot, lane.rank, most=self._limits.turn_blocks, cleared=True
                     )
@@ -449,10 +455,14 @@ class KvFeed:
             return
         self._apply(lane, events)
 
-    def _apply(self, lane: _Lane, events: Sequence[KvEvent]) -> None:
+    def _apply(self, lane: _Lane, events: Sequence[Stored | Removed]) -> None:
         applied = self._index.apply(self.slot, lane.rank, events)
         self._unfinished = lane if applied.unfinished else None
         self.totals.add(applied)
+        if lane.state.phase is FeedPhase.LIVE:
+            self.lives.note(events, self._clock())
+        else:
+            self.lives.forget()
         if applied.removed or applied.ignored:
             unknown = applied.ignored.get("unknown_removal", 0)
             self._add(lane, lane.state.on_applied(sum(applied.removed.values()), unknown, self._clock()), first=True)

@@ -19,6 +19,7 @@ from gateway.telemetry import (
     Exposition,
     FeedReading,
     IndexReading,
+    LifeReading,
     PeerReading,
     PoolReading,
     PrefixReading,
@@ -174,6 +175,7 @@ def full_page() -> str:
         errors=0,
         age_s=0.1,
         blocks_stored={Tier.GPU: 110},
+        block_lives={Tier.GPU: LifeReading((1, 5), (0, 2, 1), 30.0, 5.0)},
         blocks_removed={Tier.GPU: 10},
         ignored={"cache_group": 3},
         skipped={"unknown_kind": 2},
@@ -241,6 +243,25 @@ def test_what_was_not_predicted_cannot_miss(changes: Mapping[str, Any]) -> None:
     text = page(counters(outcome(**changes)))
     assert "kvgate_route_predictions_total{" not in text
     assert value(text, "delivered_tokens_total", **LLAMA) == 624
+
+
+@pytest.mark.parametrize(
+    ("delivered", "hits"),
+    [
+        (640, {"gpu": 400, "cpu": 200, "disk": 40}),
+        (500, {"gpu": 400, "cpu": 100}),
+        (300, {"gpu": 300}),
+        (700, {"gpu": 460, "cpu": 200, "disk": 40}),  # more than was predicted
+        (0, {}),
+    ],
+)
+def test_hits_are_laid_over_the_tiers_they_were_predicted_in(delivered: int, hits: Mapping[str, int]) -> None:
+    metrics = RequestMetrics(lambda _: True)
+    slow = {Tier.CPU: 200, Tier.DISK: 40}
+    metrics.record(outcome(predicted_tokens=640, delivered_tokens=delivered, slow_tokens=slow))
+    assert metrics.hits == {(W1, Tier(tier)): tokens for tier, tokens in hits.items()}
+    metrics.forget(W1)
+    assert metrics.hits == {}
 
 
 def test_misses_by_cause() -> None:
