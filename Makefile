@@ -15,8 +15,8 @@ $(BIN)/.installed: pyproject.toml constraints.txt
 
 install: $(BIN)/.installed ## make .venv with pinned packages
 
-run: install ## demo: simulated engines, the gateway and a live table; no GPU, no services
-	$(BIN)/kvgate demo
+run: install ## demo: simulated engines, the gateway and a live table; no GPU; ARGS="--duration 10" are its options
+	$(BIN)/kvgate demo $(ARGS)
 
 test: check ## everything that decides whether a change may land
 

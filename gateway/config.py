@@ -38,10 +38,12 @@ class ConfigError(Exception):
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What the sources say together. `origins` tells where each given key came from, by its dotted path (a list is one
-    key): the file's name, the variable's, or `command line`; what is not there has its default."""
+    key): the file's name, the variable's, or `command line`; what is not there has its default. `replaced` are the keys
+    that an earlier source gave too, with that source."""
 
     settings: Settings
     origins: Mapping[str, str]
+    replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +62,23 @@ class Sources:
         """Read them all, now. Raises ConfigError naming every wrong key."""
         tree: dict[str, Any] = {}
         origins: dict[str, str] = {}
-        if self.path is not None:
-            from_file = _read_yaml(self.path)
-            _merge(tree, from_file)
-            origins.update(dict.fromkeys(_leaves(from_file), self.path.name))
+        replaced: dict[str, str] = {}
+        from_file = _read_yaml(self.path) if self.path is not None else {}
         from_environ = _read_environ(self.environ)
-        _merge(tree, from_environ)
-        origins.update({leaf: _variable(leaf, self.environ) for leaf in _leaves(from_environ)})
-        _merge(tree, self.overrides)
-        origins.update(dict.fromkeys(_leaves(self.overrides), COMMAND_LINE))
+        for given, of in (
+            (from_file, dict.fromkeys(_leaves(from_file), self.path.name if self.path is not None else "")),
+            (from_environ, {leaf: _variable(leaf, self.environ) for leaf in _leaves(from_environ)}),
+            (self.overrides, dict.fromkeys(_leaves(self.overrides), COMMAND_LINE)),
+        ):
+            _merge(tree, given)
+            replaced.update({leaf: origins[leaf] for leaf in of if leaf in origins})
+            origins.update(of)
         if self.tokenizers and isinstance(tree.get("models", ()), list | tuple):
             tree["models"] = _with_tokenizers(tree.get("models", ()), self.tokenizers)
             origins["models"] = f"{origins['models']}, {COMMAND_LINE}" if "models" in origins else COMMAND_LINE
         origins.update(_in_cluster(tree, self.environ, self.account))
         try:
-            return Loaded(Settings(**tree), origins)
+            return Loaded(Settings(**tree), origins, replaced)
         except ValidationError as error:
             raise ConfigError(problems_of(error)) from error
 

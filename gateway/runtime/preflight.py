@@ -17,7 +17,7 @@ from gateway.config import ConfigError, Loaded
 from gateway.runtime.access import KeysInForce
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.tls import Certificate, server_context, worker_context
-from gateway.settings import Settings, is_loopback
+from gateway.settings import Settings, is_loopback, value_of
 
 
 def mistakes(settings: Settings) -> list[str]:
@@ -40,7 +40,14 @@ def mistakes(settings: Settings) -> list[str]:
 def doubts(loaded: Loaded, path: Path | None) -> list[str]:
     """What is valid and looks wrong. `path` is the file the configuration came from."""
     settings = loaded.settings
-    return [*_access(settings, path), *_workers(settings), *_limits(settings)]
+    return [*_lists(loaded), *_access(settings, path), *_workers(settings), *_limits(settings)]
+
+
+def _lists(loaded: Loaded) -> Iterator[str]:
+    """A list of a later source does not add to an earlier one's."""
+    for key, source in loaded.replaced.items():
+        if isinstance(value_of(loaded.settings, key), tuple):
+            yield f"{key}: the list of {source} is not used, {loaded.origins[key]} has another"
 
 
 def _access(settings: Settings, path: Path | None) -> Iterator[str]:

@@ -249,8 +249,8 @@ async def test_fifty_reloads_under_load_leave_nothing_behind(path: Path) -> None
                     last = [line async for line in answer.aiter_lines() if line][-1]
                     statuses.append(answer.status_code if last == "data: [DONE]" else 0)
 
-        async def reloads(count: int) -> tuple[Any, ...]:
-            """What there is afterwards, when nothing is going on any more."""
+        async def reloads(count: int) -> None:
+            """Returns when nothing is going on any more."""
             done = asyncio.Event()
             clients = [asyncio.create_task(ask(done)) for _ in range(4)]
             for number in range(count):
@@ -265,15 +265,19 @@ async def test_fifty_reloads_under_load_leave_nothing_behind(path: Path) -> None
             await until(lambda: r.quiet() and len(gateway.fleet.workers) == 3)
             await until(lambda: all(member.caught_up for member in gateway.membership.members.values()))
             gc.collect()
-            return gateway.supervisor.names, len(asyncio.all_tasks()), len(gateway.fleet.pools), gateway.settings
 
-        before = await reloads(5)
-        sockets = _open_files()
-        assert await reloads(50) == before
+        await reloads(5)
+        names_before, tasks, files = gateway.supervisor.names, len(asyncio.all_tasks()), _open_files()
+        settings = gateway.settings
+        await reloads(50)
+        assert gateway.settings == settings
+        assert len(gateway.fleet.pools) == 1
+        await until(lambda: gateway.supervisor.names == names_before)
+        await until(lambda: len(asyncio.all_tasks()) <= tasks)
+        await until(lambda: _open_files() <= files)
         assert set(statuses) == {200}
         assert len(statuses) > 8
         assert (gateway.reload.results[Result.APPLIED], gateway.reload.results[Result.REFUSED]) == (57, 0)
-        await until(lambda: _open_files() <= sockets)
         page = (await r.http.get(r.ports.admin_url + "/metrics")).text
         for name in ("w1", "w2", "w3"):
             assert f'kvgate_worker_inflight_requests{{worker="{name}"}} 0\n' in page

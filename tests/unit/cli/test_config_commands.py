@@ -81,6 +81,12 @@ def test_what_looks_wrong_is_a_warning_and_a_failure_only_when_strict(tmp_path: 
     assert config(tmp_path, text, "check", "--strict").exit_code == 1
 
 
+def test_a_list_that_another_source_replaces_is_a_warning(tmp_path: Path) -> None:
+    env = {"KVGATE_WORKERS": '[{"url": "http://b:1"}]', "KVGATE_RETRIES__MAX": "1"}
+    ended = config(tmp_path, "workers: [{url: 'http://a:1'}]\nretries: {max: 3}", "check", env=env)
+    assert ended.stderr == "kvgate: warning: workers: the list of kvgate.yaml is not used, KVGATE_WORKERS has another\n"
+
+
 def test_secrets_that_everybody_can_read_are_a_warning(tmp_path: Path) -> None:
     text = "auth: {admin_token: hush}"
     assert "auth.admin_token: stands in" in config(tmp_path, text, "check", mode=0o644).stderr
