@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decision, index, prefix, radix_peer, relay, request, scoring, scrape
-from gateway.runtime.garbage import tune_garbage_collection
+from benchmarks import decision, index, long_prompts, prefix, radix_peer, relay, request, scoring, scrape
+from gateway.runtime.interpreter import tune_interpreter
 
 TRACES = Path(__file__).parent.parent / "tests" / "golden" / "traces"
 
@@ -52,7 +52,18 @@ def main() -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=("relay", "request", "approximate", "prefix", "index", "lookup", "decision", "scoring", "scrape"),
+        choices=(
+            "relay",
+            "request",
+            "approximate",
+            "prefix",
+            "index",
+            "lookup",
+            "decision",
+            "scoring",
+            "scrape",
+            "long_prompts",
+        ),
     )
     parser.add_argument(
         "--dynamo-python", type=Path, help="Python of an environment with ai-dynamo-runtime: its radix tree beside ours"
@@ -72,6 +83,7 @@ def main() -> int:
         "lookup": lambda: index.lookups(peer=peer()),
         "decision": lambda: decision.measure_decisions(rounds=500 if args.quick else 2000),
         "scrape": scrape.measure,
+        "long_prompts": lambda: {mode: long_prompts.measure(mode, rounds=rounds) for mode in long_prompts.MODES},
         "scoring": lambda: scoring.measure_scoring(args.traces, names=available[:1] if args.quick else available),
     }
     results: dict[str, object] = {"machine": machine()}
@@ -82,7 +94,7 @@ def main() -> int:
             continue
         _say(f"\n## {name}")
         if name == "decision":
-            tune_garbage_collection()  # as `kvgate serve` does
+            tune_interpreter()  # as `kvgate serve` does
         try:
             figures = run()
         except RuntimeError as error:

@@ -37,7 +37,7 @@ from gateway.records import (
     WorkerSpec,
 )
 from gateway.router import Router
-from gateway.runtime.garbage import tune_garbage_collection
+from gateway.runtime.interpreter import tune_interpreter
 
 MODEL = "bench"
 BLOCK = 16
@@ -149,6 +149,6 @@ def _quantile_us(seconds: list[float], share: float) -> float:
 
 
 if __name__ == "__main__":
-    tune_garbage_collection()  # as `kvgate serve` does
+    tune_interpreter()  # as `kvgate serve` does
     for state, figures in measure_decisions().items():
         print(state, figures)

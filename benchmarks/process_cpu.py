@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -26,3 +27,22 @@ def _children(root: int) -> list[int]:
         with contextlib.suppress(FileNotFoundError):
             found += [int(pid) for pid in (task / "children").read_text().split()]
     return found
+
+
+def waited_s(pids: Iterable[int]) -> float:
+    """Seconds the main threads of these processes have been ready to run without a core, so far; 0 where the kernel
+    does not say."""
+    return sum(_main_thread_s(pid)[1] for pid in pids)
+
+
+def loop_cpu_s(pid: int) -> float:
+    """Seconds of CPU of a process's main thread alone; 0 where the kernel does not say."""
+    return _main_thread_s(pid)[0]
+
+
+def _main_thread_s(pid: int) -> tuple[float, float]:
+    try:
+        ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    except OSError:
+        return 0.0, 0.0
+    return int(ran) / 1e9, int(waited) / 1e9

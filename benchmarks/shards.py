@@ -17,7 +17,7 @@ from benchmarks.scoring import CASES, WORKERS, Case
 from gateway.policy import make_policy
 from gateway.pool import ShardSettings
 from gateway.router import RouterSettings
-from gateway.runtime.garbage import tune_garbage_collection
+from gateway.runtime.interpreter import tune_interpreter
 from gateway.sim.engine import PRESETS
 from gateway.sim.replay import Replay, ReplayReport
 from gateway.sim.trace import arrivals, read_trace
@@ -88,5 +88,5 @@ def main(traces: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    tune_garbage_collection()  # as `kvgate serve` does
+    tune_interpreter()  # as `kvgate serve` does
     main(Path(sys.argv[1]), sys.argv[2:] or ["decisions", *CASES])

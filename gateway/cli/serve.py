@@ -16,7 +16,7 @@ from gateway.cli.options import read_or_exit
 from gateway.config import ConfigError, Sources
 from gateway.pool import ANY_MODEL
 from gateway.runtime import Gateway
-from gateway.runtime.garbage import tune_garbage_collection
+from gateway.runtime.interpreter import tune_interpreter
 from gateway.telemetry import set_up_logging
 
 
@@ -51,7 +51,7 @@ async def _serve(gateway: Gateway) -> None:
         loop.add_signal_handler(number, ended.set)
     loop.add_signal_handler(signal.SIGHUP, gateway.files.now)
     await gateway.start()
-    tune_garbage_collection()
+    tune_interpreter()
     try:
         await ended.wait()
     finally:
