@@ -11,7 +11,7 @@ from rich.table import Table
 
 from gateway.admin.decision_answers import DecisionAnswer, TermsAnswer
 from gateway.cli.admin_port import AdminPort
-from gateway.cli.tables import DASH, columns, console, count, seconds
+from gateway.cli.tables import DASH, columns, console, seconds
 
 _TERMS = tuple(TermsAnswer.model_fields)
 
@@ -90,4 +90,4 @@ def decision_table(decisions: Sequence[DecisionAnswer]) -> Table:
 
 
 def _tokens(number: int | None) -> str:
-    return DASH if number is None else count(number)
+    return DASH if number is None else str(number)
