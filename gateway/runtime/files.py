@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,9 +41,9 @@ class _Watched:
     name: str
     paths: Callable[[], Sequence[Path]]
     changed: Callable[[], Awaitable[None]]
-    told: dict[Path, Look] = field(default_factory=dict)
+    told: dict[Path, Look]
     """How the files looked when they were used last."""
-    digest: bytes = b""
+    digest: bytes
     settling: dict[Path, Look] | None = None
     """How they looked a moment ago, while they change."""
 
@@ -59,9 +59,8 @@ class FileWatch:
 
     def add(self, name: str, paths: Callable[[], Sequence[Path]], changed: Callable[[], Awaitable[None]]) -> None:
         """`changed` is awaited when one of the files is not what it was. Which files these are may change."""
-        watched = _Watched(name, paths, changed)
-        self._used(watched)
-        self._watched.append(watched)
+        now = paths()
+        self._watched.append(_Watched(name, paths, changed, _looks(now), _digest(now)))
 
     def now(self) -> None:
         """Look at once and tell everybody."""
@@ -81,14 +80,15 @@ class FileWatch:
     async def look(self, *, asked: bool = False) -> None:
         """Look at all files once; `asked`: tell everybody."""
         for watched in self._watched:
-            if asked or self._settled(watched):
-                self._used(watched)
+            if asked or await self._settled(watched):
+                watched.told, watched.settling = _looks(watched.paths()), None
+                watched.digest = await asyncio.to_thread(_digest, watched.paths())
                 try:
                     await watched.changed()
                 except Exception:  # noqa: BLE001  rule 4; whoever is told has a word for what it expects
                     self._log.exception("a changed file could not be used", what=watched.name)
 
-    def _settled(self, watched: _Watched) -> bool:
+    async def _settled(self, watched: _Watched) -> bool:
         """Whether there is another content to be used now."""
         looks = _looks(watched.paths())
         if looks == watched.told:
@@ -97,15 +97,10 @@ class FileWatch:
         if looks != watched.settling:
             watched.settling = looks
             return False
-        if _digest(looks) == watched.digest:
-            self._used(watched)  # touched, or replaced by the same
+        if await asyncio.to_thread(_digest, watched.paths()) == watched.digest:
+            watched.told, watched.settling = looks, None  # touched, or replaced by the same
             return False
         return True
-
-    def _used(self, watched: _Watched) -> None:
-        watched.told = _looks(watched.paths())
-        watched.digest = _digest(watched.told)
-        watched.settling = None
 
 
 def _looks(paths: Sequence[Path]) -> dict[Path, Look]:
@@ -120,7 +115,7 @@ def _look(path: Path) -> Look:
     return Look(stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino, stat.st_dev)
 
 
-def _digest(paths: Sequence[Path] | dict[Path, Look]) -> bytes:
+def _digest(paths: Sequence[Path]) -> bytes:
     """Of names and contents; a file that cannot be read counts as one that is not there."""
     content = hashlib.blake2b(digest_size=16)
     for path in paths:

@@ -16,12 +16,11 @@ import functools
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -94,6 +93,9 @@ class Gateway:
     ) -> None:
         self.reload = Reload(Loaded(settings, origins), sources, prepare=self._prepare, apply=self._apply)
         self.files = FileWatch()
+        if (path := sources.path if sources is not None else None) is not None:
+            # From now on, not from when it serves: loading tokenizers takes a while.
+            self.files.add("configuration", lambda: [path], self.reload)
         self.clock = clock
         rng = rng or Random()
         self._log = structlog.get_logger("kvgate")
@@ -167,6 +169,7 @@ class Gateway:
         )
         self.tokenizing = EngineTokenizing(control, self.clock)
         self.access = KeysInForce(settings.auth)
+        self.files.add("keys", self.access.files, self.access.look)
         self.edge = Edge(
             router=self.router,
             hashers=self.tokenizers.find,
@@ -203,7 +206,9 @@ class Gateway:
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
         await self.enrolment.configured(settings.worker_specs())
         self.enrolment.follow(sources_of(settings, clock=self.clock, rng=self._rng), self.supervisor)
-        self._watch_files(sources=self.reload.files())
+        for certificate in self._certificates:
+            self.files.add(certificate.section, certificate.files, certificate.renew)
+        self.supervisor.start("files", self.files.run)
         self.ports = Ports(_url(client_socket, server.host, tls=tls is not None), _url(admin_socket, server.admin_host))
         self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
         return self.ports
@@ -290,14 +295,6 @@ class Gateway:
                 name = f"tokenise {number}"
                 if name not in self.supervisor.names:
                     self.supervisor.start(name, self.tokenizing.run)
-
-    def _watch_files(self, sources: Sequence[Path]) -> None:
-        if sources:
-            self.files.add("configuration", lambda: sources, self.reload)
-        self.files.add("keys", self.access.files, self.access.look)
-        for certificate in self._certificates:
-            self.files.add(certificate.section, certificate.files, certificate.renew)
-        self.supervisor.start("files", self.files.run)
 
     def _config_answer(self) -> ConfigAnswer:
         reload = self.reload

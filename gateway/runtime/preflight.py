@@ -10,12 +10,14 @@ import stat
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from random import Random
 
 from pydantic import SecretStr
 
 from gateway.config import ConfigError, Loaded
 from gateway.runtime.access import KeysInForce
 from gateway.runtime.models import Tokenizers
+from gateway.runtime.sources import sources_of
 from gateway.runtime.tls import Certificate, server_context, worker_context
 from gateway.settings import Settings, is_loopback, value_of
 
@@ -29,6 +31,7 @@ def mistakes(settings: Settings) -> list[str]:
         lambda: KeysInForce(settings.auth),
         lambda: server_context(settings.server.tls, certificates),
         lambda: worker_context(settings.worker_tls, certificates),
+        lambda: sources_of(settings, clock=lambda: 0.0, rng=Random(0)),
     ):
         try:
             check()

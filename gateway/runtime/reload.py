@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import structlog
 from pydantic import ValidationError
@@ -105,10 +104,6 @@ class Reload:
         self._apply = apply
         self._turn = asyncio.Lock()
         self._log = structlog.get_logger("kvgate.config")
-
-    def files(self) -> list[Path]:
-        """The file of the configuration, if there is one."""
-        return [self._sources.path] if self._sources is not None and self._sources.path is not None else []
 
     async def __call__(self) -> None:
         """Read the sources again and use what they say (rule 1)."""
