@@ -62,6 +62,8 @@ _NO_PARENT: Final = frozenset({0, 5740354900026072187})
 # First bytes of a batch that may tell its rank: an array of three, and a time in seconds or milliseconds.
 _RANKED: Final = frozenset({b"\x93\xcb", b"\x93\xcf"})
 
+_SLIDING_WINDOW: Final = "sliding_window"
+
 _NOTHING_EXTRA: Final = [None]
 """Extra keys of the usual event: one block, none of them."""
 
@@ -151,7 +153,8 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     are the token ids of all of them, empty in placeholder events. `keyed` says that the event itself carries what
     else entered the hashes; `salt` and `extras` are then to be believed when None. `extras` has one entry a block:
     canonical bytes of its multimodal items (see `identity_bytes`), or None; it is None when no block has any.
-    `fleeting` says that who announces blocks of this medium never announces that they are gone.
+    `fleeting` says that who announces blocks of this medium never announces that they are gone. `window` is how many
+    tokens back a group with a sliding window sees; of the blocks of `tokens` it names those it keeps.
     """
 
     hashes: list[EngineHash]
@@ -166,6 +169,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     extras: list[bytes | None] | None = None
     keyed: bool = False
     fleeting: bool = False
+    window: int | None = None
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
@@ -377,6 +381,9 @@ def _of_stored(wire: _WireStored | _ArrayStored) -> Stored | str:
         if parent in _NO_PARENT:
             parent = None
     adapter, salt = wire.lora_name, wire.cache_salt
+    window = wire.kv_cache_spec_sliding_window
+    if window is not None and (wire.kv_cache_spec_kind != _SLIDING_WINDOW or type(window) is not int or window < 1):
+        window = None
     extra_keys = wire.extra_keys
     extras = None
     if extra_keys is not None and extra_keys != _NOTHING_EXTRA and any(extra_keys):
@@ -401,6 +408,7 @@ def _of_stored(wire: _WireStored | _ArrayStored) -> Stored | str:
         extras,
         extra_keys is not None,
         medium in _FLEETING and wire.ownership != _REMOVES_FROM_STORAGE,
+        window,
     )
 
 

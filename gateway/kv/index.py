@@ -20,20 +20,22 @@ from __future__ import annotations
 
 from collections.abc import Container, Generator, Mapping, Sequence
 from functools import reduce
+from math import ceil
 from operator import or_
 from types import MappingProxyType
 from typing import Final
 
 from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, ApproximateStats, Remembered
 from gateway.kv.events import KvEvent
-from gateway.kv.ingest import Placement, Tally
-from gateway.kv.numbers import Applied, IndexStats, Mark, applied, estimated_bytes
+from gateway.kv.ingest import Placement
+from gateway.kv.numbers import Applied, IndexStats, Mark, Tally, applied, estimated_bytes
 from gateway.kv.overlap import Overlaps, run_of
 from gateway.kv.preview import Preview
 from gateway.kv.snapshot import RankBlocks, putting_back, taken
 from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.kv.truncation import Truncation, blocks_within
+from gateway.kv.windows import Windows
 from gateway.records import BlockKey, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
 
 DEFAULT_ORPHAN_LIMIT: Final = 16_384
@@ -75,6 +77,8 @@ class KvIndex:
         self._approximate = ApproximateBlocks(self._placement.masks[0], approximate) if approximate else None
         self._workers: dict[Slot, WorkerTable] = {}
         self._spans: dict[Slot, int] = {}
+        self._reaches: dict[Slot, int] = {}
+        self._windows = Windows(self._placement.windows.masks, self._reaches)
         self._orphan_limit = orphan_limit
         self._orphans_dropped = 0
         self._epochs = 0
@@ -114,6 +118,7 @@ class KvIndex:
         if self._approximate is not None:
             self._approximate.release(worker.bit)
         self._spans.pop(slot, None)
+        self._reaches.pop(slot, None)
         del self._workers[slot]
 
     # ------------------------------------------------------------------ events
@@ -140,6 +145,8 @@ class KvIndex:
             self._spans[slot] = worker.span
         elif self._spans:
             self._spans.pop(slot, None)
+        if worker.window:
+            self._reaches[slot] = max(1, ceil((worker.window - 1) / (worker.block_size * max(1, worker.span))))
         if tally.ignored:
             worker.ignored.update(tally.ignored)
         worker.clears += tally.clears
@@ -342,6 +349,7 @@ class KvIndex:
             slow_slots=self._placement.slow_slots,
             # Blocks of text are no whole number of the engine's: there is nothing to round to.
             spans=_NO_SPANS if blocks.mode is PrefixMode.APPROXIMATE else self._spans,
+            windows=None if blocks.mode is PrefixMode.APPROXIMATE or not self._reaches else self._windows,
         )
 
     def speculate(self, slot: Slot, blocks: PrefixBlocks, overlaps: Overlaps | None = None) -> Speculation:

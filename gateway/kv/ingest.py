@@ -21,8 +21,10 @@ from typing import Final
 
 from gateway.keys import chain, digest, with_extra
 from gateway.kv.events import KvEvent, Removed, Stored
+from gateway.kv.numbers import Tally
 from gateway.kv.offload import MAX_FLEETING, MOST_EXCESS
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
+from gateway.kv.windows import WindowBlocks, WindowMasks
 from gateway.records import BlockKey, EngineHash, Tier
 
 _WIDENED: Final = 64
@@ -34,37 +36,17 @@ _ADOPTED_AT_ONCE: Final = 2_000
 _GPU: Final = Tier.GPU  # hashing an enum member runs Python code; the usual tier is compared instead
 
 
-class Tally:
-    """Counts of one batch, in blocks of the engine. `stored` and `removed` are by tier, in the order of `TIERS`;
-    `adopted` are orphans whose parents became known."""
-
-    __slots__ = ("adopted", "clears", "dropped", "ignored", "orphans", "removed", "repeated", "stored")
-
-    def __init__(self) -> None:
-        self.stored = [0, 0, 0, 0]
-        self.removed = [0, 0, 0, 0]
-        self.repeated = 0
-        self.adopted = 0
-        self.orphans = 0
-        self.dropped = 0
-        self.clears = 0
-        self.ignored: dict[str, int] = {}
-
-    def ignore(self, reason: str, blocks: int) -> None:
-        """Count blocks that were of no use."""
-        self.ignored[reason] = self.ignored.get(reason, 0) + blocks
-
-
 class Placement:
     """Masks of workers by block key, one dictionary a tier, and the code that changes them. `now` is the time of the
     last `expire` in seconds; what is fleeting lives for `lifetime_s` from there."""
 
-    __slots__ = ("lifetime_s", "masks", "now", "slow_slots")
+    __slots__ = ("lifetime_s", "masks", "now", "slow_slots", "windows")
 
     def __init__(self, lifetime_s: float) -> None:
         self.lifetime_s = lifetime_s
         self.now = 0.0
         self.masks: list[dict[BlockKey, int]] = [{}, {}, {}, {}]
+        self.windows = WindowMasks()
         self.slow_slots = 0
 
     def apply(self, worker: WorkerTable, table: RankTable, events: Sequence[KvEvent], tally: Tally) -> None:
@@ -127,7 +109,7 @@ class Placement:
     def _store(self, worker: WorkerTable, table: RankTable, event: Stored, tally: Tally) -> None:
         hashes = event.hashes
         if table.usual_kinds.get(event.group, "") != event.kind and not table.measures(event.group, event.kind):
-            tally.ignore("cache_group", len(hashes))
+            self._store_windows(worker, table, event, tally)
             return
         tier = 0 if event.tier is _GPU else TIER_INDEX[event.tier]
         tokens = event.tokens
@@ -187,6 +169,8 @@ class Placement:
         size = worker.block_size
         if event.block_size != size or len(tokens) != size or event.extras is not None or engine_hash in held:
             return False
+        if table.windows is not None:
+            return False
         seed = held.get(parent) if parent is not None else worker.root(event.adapter, event.salt)
         if seed is None or table.orphans:
             return False
@@ -244,6 +228,8 @@ class Placement:
         worker.blocks[tier] += stored - shared
         if tier and worker.blocks[tier]:
             self.slow_slots |= bit
+        elif table.windows is not None:
+            self.windows.mark(table.windows, hashes, held, bit)
 
     def place(
         self,
@@ -264,6 +250,8 @@ class Placement:
             table.heads[tier][engine_hash] = tuple(keys[:-1])
         tally.stored[tier] += 1
         self._hold(worker, tier, keys)
+        if tier == 0 and table.windows is not None:
+            self.windows.mark(table.windows, (engine_hash,), held, worker.bit)
 
     def _hold(self, worker: WorkerTable, tier: int, keys: Sequence[BlockKey]) -> None:
         """One holder more of each of `keys`."""
@@ -401,7 +389,7 @@ class Placement:
 
     def _remove(self, worker: WorkerTable, table: RankTable, event: Removed, tally: Tally) -> None:
         if not table.measures(event.group, None):
-            tally.ignore("cache_group", len(event.hashes))
+            self._remove_windows(worker, table, event, tally)
             return
         tier = 0 if event.tier is _GPU else TIER_INDEX[event.tier]
         held = table.held[tier]
@@ -459,8 +447,28 @@ class Placement:
         else:
             masks[key] = mask ^ bit
         worker.blocks[tier] -= 1
+        if tier == 0 and self.windows.masks:
+            self.windows.unmark(key, bit)
         if tier and not any(worker.blocks[1:]):
             self.slow_slots &= ~bit
+
+    # ------------------------------------------------------------------ sliding windows
+
+    def _store_windows(self, worker: WorkerTable, table: RankTable, event: Stored, tally: Tally) -> None:
+        """Blocks of a group that does not measure prefixes; those of sliding windows say where one can go on."""
+        if not event.window or event.tier is not _GPU or table.below is not None:
+            tally.ignore("cache_group", len(event.hashes))
+            return
+        if table.windows is None:
+            table.windows = WindowBlocks()
+        worker.window = max(worker.window, event.window)
+        self.windows.store(table.windows, event.group, event.hashes, table.held[0], worker.bit)
+
+    def _remove_windows(self, worker: WorkerTable, table: RankTable, event: Removed, tally: Tally) -> None:
+        if table.windows is None or event.tier is not _GPU or not table.windows.knows(event.group):
+            tally.ignore("cache_group", len(event.hashes))
+            return
+        self.windows.remove(table.windows, event.group, event.hashes, table.held[0], worker.bit)
 
 
 def _own_names(event: Stored) -> bool:

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from gateway.kv.approximate import ApproximateStats
-from gateway.kv.ingest import Tally
 from gateway.kv.tables import TIERS, RankTable, WorkerTable
 from gateway.records import BlockKey, Slot, Tier
 
@@ -24,6 +23,27 @@ _PROMISE_BYTES: Final = _INT_BYTES + 8 + 50
 # Slots of the object, token array, list of copies, list and dictionary entry of its parent, the hash itself.
 _ORPHAN_BYTES: Final = 480
 _PLACEHOLDER_BYTES: Final = 200  # no tokens, and no parent that knows it
+
+
+class Tally:
+    """Counts of one batch, in blocks of the engine. `stored` and `removed` are by tier, in the order of `TIERS`;
+    `adopted` are orphans whose parents became known."""
+
+    __slots__ = ("adopted", "clears", "dropped", "ignored", "orphans", "removed", "repeated", "stored")
+
+    def __init__(self) -> None:
+        self.stored = [0, 0, 0, 0]
+        self.removed = [0, 0, 0, 0]
+        self.repeated = 0
+        self.adopted = 0
+        self.orphans = 0
+        self.dropped = 0
+        self.clears = 0
+        self.ignored: dict[str, int] = {}
+
+    def ignore(self, reason: str, blocks: int) -> None:
+        """Count blocks that were of no use."""
+        self.ignored[reason] = self.ignored.get(reason, 0) + blocks
 
 
 class Applied(NamedTuple):
@@ -107,6 +127,7 @@ def estimated_bytes(
             # the workers in it.
             total += sys.getsizeof(held) + sys.getsizeof(copies) + 2 * _INT_BYTES * len(held)
         total += sum(map(sys.getsizeof, table.heads)) + sys.getsizeof(table.orphans)
+        total += table.windows.bytes if table.windows is not None else 0
         total += table.chunks.bytes + sum(lifetimes.bytes for lifetimes in table.lifetimes)
         total += _ORPHAN_BYTES * (len(table.orphans) - table.placeholders) + _PLACEHOLDER_BYTES * table.placeholders
     return total

@@ -17,6 +17,7 @@ from operator import and_
 from typing import Final
 
 from gateway.kv.tables import TIERS
+from gateway.kv.windows import Windows, resumes_at
 from gateway.records import BlockKey, PrefixBlocks, Slot, Tier
 
 # Long enough to make the walk in C worth its set-up, short enough that a run's end is found within a few microseconds.
@@ -86,7 +87,7 @@ class Overlaps:
     A slot that was no candidate, or holds nothing, has 0 everywhere.
     """
 
-    __slots__ = ("_blocks", "_masks", "_prefix", "_promises", "_slow", "_spans", "_tokens")
+    __slots__ = ("_blocks", "_masks", "_prefix", "_promises", "_slow", "_spans", "_tokens", "_windows")
 
     def __init__(
         self,
@@ -97,13 +98,15 @@ class Overlaps:
         promises: Callable[[Slot], Container[BlockKey]],
         slow_slots: int,
         spans: Mapping[Slot, int],
+        windows: Windows | None = None,
     ) -> None:
         """`masks` by tier in the order of `TIERS`; `promises` finds the speculative keys of a worker; `spans` has only
-        workers whose blocks cover several keys."""
+        workers whose blocks cover several keys; `windows` is there where some worker's model has sliding windows."""
         self._prefix = prefix
         self._masks = masks
         self._promises = promises
         self._spans = spans
+        self._windows = windows
         self._blocks: dict[Slot, int] = {}
         self._tokens: dict[Slot, int] = {}
         self._slow: dict[Slot, list[tuple[int, int]]] = {}
@@ -115,8 +118,8 @@ class Overlaps:
             limit = _usable_blocks(tokens, prefix.block_size)
             for length, mask in runs:
                 self._add(length, min(length, limit) * prefix.block_size, mask)
-            if spans:
-                self._floor(runs, tokens)
+            if spans or windows is not None:
+                self._floor(keys, runs, tokens)
 
     def tokens(self, slot: Slot) -> int:
         """Tokens the worker need not compute: all tiers, speculative blocks included, capped as in rule 2."""
@@ -145,7 +148,7 @@ class Overlaps:
             run = run_of(keys, bit, self._masks[0])
             run = next((at for at in range(run) if keys[at] in promised), run)
             end = slow_end(keys, run, bit, self._masks[1:])
-            tokens += self._usable(slot, end, length) * size
+            tokens += self._resumable(slot, keys, self._usable(slot, end, length)) * size
         return tokens
 
     def slow(self, slot: Slot) -> Mapping[Tier, int]:
@@ -188,12 +191,31 @@ class Overlaps:
                     extended.append((end, 1 << slot))
         return extended
 
-    def _floor(self, runs: list[Run], tokens: int) -> None:
+    def _floor(self, keys: Sequence[BlockKey], runs: list[Run], tokens: int) -> None:
+        """Lower what a worker can go on from: to whole blocks of its own, and to where its sliding windows allow it."""
+        marked: list[tuple[int, int]] | None = None
         for length, mask in runs:
             for slot in _slots_of(mask):
-                if slot in self._spans:
-                    before = min(length, _usable_blocks(tokens, self._prefix.block_size))
-                    self._tokens[slot] -= (before - self._usable(slot, length, tokens)) * self._prefix.block_size
+                windowed = self._windows is not None and slot in self._windows.reaches
+                if not windowed and slot not in self._spans:
+                    continue
+                before = min(length, _usable_blocks(tokens, self._prefix.block_size))
+                usable = self._usable(slot, length, tokens)
+                if windowed and slot not in self._slow and keys[length - 1] not in self._promises(slot):
+                    if marked is None and self._windows is not None:
+                        marked = self._windows.marked(keys)
+                    usable = self._resumable(slot, keys, usable, marked)
+                self._tokens[slot] -= (before - usable) * self._prefix.block_size
+
+    def _resumable(
+        self, slot: Slot, keys: Sequence[BlockKey], usable: int, marked: Sequence[tuple[int, int]] | None = None
+    ) -> int:
+        windows = self._windows
+        if windows is None or slot not in windows.reaches or not usable:
+            return usable
+        if marked is None:
+            marked = windows.marked(keys)
+        return resumes_at(marked, slot, usable, reach=windows.reaches[slot], span=self._spans.get(slot, 1))
 
     def _usable(self, slot: Slot, blocks: int, tokens: int) -> int:
         usable = min(blocks, _usable_blocks(tokens, self._prefix.block_size))

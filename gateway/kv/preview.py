@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gateway.kv.events import KvEvent, Removed, Stored
-from gateway.kv.ingest import Placement, Tally
+from gateway.kv.ingest import Placement
+from gateway.kv.numbers import Tally
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.records import BlockKey, EngineHash
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from gateway.keys import namespace, packer
 from gateway.kv.offload import Chunks, Lifetimes
 from gateway.kv.speculation import Promises
+from gateway.kv.windows import WindowBlocks
 from gateway.records import BlockKey, EngineHash, Slot, Tier
 
 if TYPE_CHECKING:  # it is made of these tables
@@ -59,7 +60,8 @@ class RankTable:
     stands for several keys there: because it spans them (see `KvIndex`), or because it ends a chunk. `chunks` and
     `lifetimes[tier]`: see `offload`. `let_go` counts removals to come of blocks that were dropped here, for a limit:
     no sign of a strange feed. `ready` are known blocks, with their keys, for which orphans wait. `usual_kinds` has the
-    kind last told for each group that counts: a store that repeats it need not ask `measures`."""
+    kind last told for each group that counts: a store that repeats it need not ask `measures`. `windows` is there where
+    the engine has groups with sliding windows."""
 
     __slots__ = (
         "_children",
@@ -76,6 +78,7 @@ class RankTable:
         "placeholders",
         "ready",
         "usual_kinds",
+        "windows",
     )
 
     def __init__(self, orphan_limit: int, *, below: RankTable | None = None) -> None:
@@ -89,6 +92,7 @@ class RankTable:
         self.placeholders = 0
         self.let_go = 0
         self.ready: list[tuple[EngineHash, BlockKey]] = []
+        self.windows: WindowBlocks | None = None
         self._children: dict[EngineHash, dict[EngineHash, None]] = {}  # removals come in any order
         self.usual_kinds: dict[int | None, str] = {} if below is None else below.usual_kinds
         self._groups: dict[int | None, bool] = {} if below is None else below._groups
@@ -221,6 +225,8 @@ class RankTable:
             self.heads[tier] = {}
             self.lifetimes[tier] = Lifetimes()
         self.chunks.clear()
+        if self.windows is not None:
+            self.windows.clear()
         self.orphans = OrderedDict()
         self.placeholders = 0
         self.let_go = 0
@@ -237,7 +243,7 @@ class WorkerTable:
     sent them. `pack` is `keys.packer` of its block size. `learned_blocks` is what was learned from routing, in blocks
     of `block_size` tokens. `epoch` numbers the time it was last bound or purged, `clears` and `removed` count what its
     events took away since it was bound; `hidden` counts purges that have begun and not ended, `weighed` is the last
-    `weight` taken.
+    `weight` taken. `window` is the longest sliding window of its model, in tokens; 0 without any.
     """
 
     __slots__ = (
@@ -261,6 +267,7 @@ class WorkerTable:
         "slot",
         "span",
         "weighed",
+        "window",
     )
 
     def __init__(self, slot: Slot, *, block_size: int, counted: bool) -> None:
@@ -274,6 +281,7 @@ class WorkerTable:
         self.weighed = 0
         self.learned_blocks = 0
         self.span = 0
+        self.window = 0
         self.epoch = self.clears = self.removed = 0
         self.promises = Promises(self.bit)
         self.ranks: dict[int, RankTable] = {}
@@ -285,10 +293,14 @@ class WorkerTable:
 
     def weight(self) -> int:
         """What its entries take, in blocks. An orphan keeps its tokens: twice a block's bytes. What is noted of an
-        offloaded block is half of one."""
+        offloaded block is half of one, as is
+        what is noted of a window's."""
         tables = [*self.ranks.values(), *(preview.over for preview in self.previews.values())]
         weight = sum(self.blocks) + ORPHAN_BLOCKS * sum(len(table.orphans) for table in tables)
-        return weight + sum(len(table.chunks) + sum(map(len, table.lifetimes)) for table in tables) // 2
+        noted = sum(len(table.chunks) + sum(map(len, table.lifetimes)) for table in tables)
+        if self.window:
+            noted += sum(len(table.windows) for table in tables if table.windows is not None)
+        return weight + noted // 2
 
     def root(self, adapter: str | None, salt: str | None) -> BlockKey:
         """Seed of the chains of one adapter and salt."""

@@ -66,6 +66,7 @@ def expected_event(event: dict[str, Any]) -> dict[str, Any]:
         "block_size": event["block_size"] or 0,
         "kind": event.get("kv_cache_spec_kind"),
         "adapter": event.get("lora_name"),
+        "window": event.get("kv_cache_spec_sliding_window"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Starting a real vLLM server on loopback, with a tiny model and its events on.
+"""Starting a real vLLM or SGLang server on loopback, with a tiny model and its events on.
 
 `REAL_VLLM` names the `vllm` program of an installation that runs on this machine (`docs/testing-with-real-engines.md`
 says how to make one without a GPU). Without it the tests of this folder fail.
@@ -54,10 +54,41 @@ class Engine:
 
 def program() -> Path:
     """The `vllm` program."""
-    path = Path(os.environ.get("REAL_VLLM", ""))
-    assert path.is_file(), "REAL_VLLM does not name a vllm program (docs/testing-with-real-engines.md)"
-    assert os.access(path, os.X_OK), f"REAL_VLLM: {path} is no program"
+    return _named("REAL_VLLM", "a vllm program")
+
+
+def sglang() -> Path:
+    """The Python of an installation of SGLang."""
+    return _named("REAL_SGLANG", "the Python of an SGLang")
+
+
+def _named(variable: str, what: str) -> Path:
+    path = Path(os.environ.get(variable, ""))
+    assert path.is_file(), f"{variable} does not name {what} (docs/testing-with-real-engines.md)"
+    assert os.access(path, os.X_OK), f"{variable}: {path} is no program"
     return path
+
+
+@contextmanager
+def running_sglang(model: Path, setup: EngineSetup, *, log: Path) -> Iterator[Engine]:
+    """SGLang instead; `block_size` is its page size, adapters and event settings are left alone."""
+    port, events, replay = (_free_port() for _ in range(3))
+    feed = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+        "topic": "kv",
+    }
+    command = [
+        *(str(sglang()), "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", MODEL),
+        *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch", "--disable-overlap-schedule", "--disable-cuda-graph"),
+        *("--mem-fraction-static", "0.1", "--max-total-tokens", "8192", "--context-length", str(setup.max_length)),
+        *("--page-size", str(setup.block_size), "--enable-metrics", "--enable-cache-report"),
+        *("--kv-events-config", json.dumps(feed)),
+    ]
+    with _served(command, f"http://127.0.0.1:{port}", setup, log) as engine:
+        yield engine
 
 
 @contextmanager
@@ -84,10 +115,15 @@ def running(model: Path, setup: EngineSetup, *, log: Path) -> Iterator[Engine]:
     if setup.adapters:
         command += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", str(len(setup.adapters)), "--lora-modules"]
         command += [f"{name}={path}" for name, path in setup.adapters.items()]
+    with _served(command, f"http://127.0.0.1:{port}", setup, log) as engine:
+        yield engine
+
+
+@contextmanager
+def _served(command: list[str], url: str, setup: EngineSetup, log: Path) -> Iterator[Engine]:
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(setup), cwd=log.parent)
     try:
-        url = f"http://127.0.0.1:{port}"
         _until_ready(process, url, log)
         yield Engine(url, setup)
     finally:

