@@ -15,7 +15,8 @@ from collections.abc import Generator, Mapping
 from itertools import islice
 from typing import Final, NamedTuple
 
-from gateway.kv.ingest import Placement, Tally
+from gateway.kv.ingest import Placement
+from gateway.kv.numbers import Tally
 from gateway.kv.tables import TIERS, RankTable, WorkerTable
 from gateway.records import BlockKey, EngineHash
 
@@ -50,8 +51,9 @@ class RankBlocks(NamedTuple):
 
 
 def taken(worker: WorkerTable, table: RankTable) -> RankBlocks | None:
-    """A copy; None when there are too many blocks. About 30 ns a block."""
-    if sum(map(len, table.held)) > MAX_BLOCKS:
+    """A copy; None when there are too many blocks, and for an engine with sliding windows: what those groups hold is
+    told by the replay alone. About 30 ns a block."""
+    if sum(map(len, table.held)) > MAX_BLOCKS or table.windows is not None:
         return None
     tiers = []
     for held, copies, heads, lifetimes in zip(table.held, table.copies, table.heads, table.lifetimes, strict=True):
