@@ -73,12 +73,12 @@ class KeySettings(BaseModel):
 
 
 class ServerTls(BaseModel):
-    """TLS on the client port."""
+    """TLS on one of the ports."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cert: Path | None = Field(
-        None, description="Certificate chain (PEM): the client port speaks https. Read again when it changes."
+        None, description="Certificate chain (PEM): the port speaks https. Read again when it changes."
     )
     key: Path | None = Field(None, description="Its private key, without a password; none: in the same file.")
     client_ca: Path | None = Field(

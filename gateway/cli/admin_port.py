@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +86,9 @@ class AdminPort:
         if body is not None:
             sent["content-type"] = "application/json"
         try:
-            with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as http:
+            # The system's authorities, or those that SSL_CERT_FILE names.
+            verify = ssl.create_default_context() if self.address.startswith("https:") else False
+            with httpx.Client(trust_env=False, timeout=_TIMEOUT_S, verify=verify) as http:
                 answer = http.request(method, self.address + path, params=params, content=body, headers=sent)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise AdminError(
@@ -145,7 +148,8 @@ def port_of(settings: Settings, admin: str | None = None, token: str | None = No
         token = settings.auth.admin_token.get_secret_value()
     host = _ANY.get(settings.server.admin_host, settings.server.admin_host)
     shown = f"[{host}]" if ":" in host else host
-    return AdminPort(admin or f"http://{shown}:{settings.server.admin_port}", token)
+    scheme = "https" if settings.server.admin_tls.cert is not None else "http"
+    return AdminPort(admin or f"{scheme}://{shown}:{settings.server.admin_port}", token)
 
 
 @contextmanager

@@ -93,7 +93,9 @@ def _summary(loaded: Loaded, sources: Sources) -> Iterator[tuple[str, str]]:
     yield "models", _counted([model.name for model in settings.models]) if settings.models else "as the workers say"
     yield "policy", settings.routing.policy
     yield "clients", _address(settings)
-    yield "admin", f"http://{settings.server.admin_host}:{settings.server.admin_port}"
+    server = settings.server
+    scheme = "https" if server.admin_tls.cert is not None else "http"
+    yield "admin", f"{scheme}://{server.admin_host}:{server.admin_port}"
     variables = sorted({origin for origin in loaded.origins.values() if origin.upper().startswith("KVGATE_")})
     files = [str(sources.path)] if sources.path is not None else []
     yield "sources", ", ".join([*files, *variables]) or "defaults only"

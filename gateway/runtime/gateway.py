@@ -201,15 +201,19 @@ class Gateway:
             settings=lambda: self.edge.settings,
             started_unix=int(time.time()),  # noqa: TID251
         )
-        tls = server_context(server.tls, self._certificates)
+        tls = server_context(server.tls, self._certificates, section="server.tls")
+        admin_tls = server_context(server.admin_tls, self._certificates, section="server.admin_tls")
         await self._serve(app, client_socket, http=client_protocol(self.edge), tls=tls)
-        await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools")
+        await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools", tls=admin_tls)
         await self.enrolment.configured(settings.worker_specs())
         self.enrolment.follow(sources_of(settings, clock=self.clock, rng=self._rng), self.supervisor)
         for certificate in self._certificates:
             self.files.add(certificate.section, certificate.files, certificate.renew)
         self.supervisor.start("files", self.files.run)
-        self.ports = Ports(_url(client_socket, server.host, tls=tls is not None), _url(admin_socket, server.admin_host))
+        self.ports = Ports(
+            _url(client_socket, server.host, tls=tls is not None),
+            _url(admin_socket, server.admin_host, tls=admin_tls is not None),
+        )
         self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
         return self.ports
 

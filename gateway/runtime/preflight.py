@@ -29,7 +29,8 @@ def mistakes(settings: Settings) -> list[str]:
     for check in (
         Tokenizers(settings.models, now=lambda: datetime.now().astimezone()).load_configured,
         lambda: KeysInForce(settings.auth),
-        lambda: server_context(settings.server.tls, certificates),
+        lambda: server_context(settings.server.tls, certificates, section="server.tls"),
+        lambda: server_context(settings.server.admin_tls, certificates, section="server.admin_tls"),
         lambda: worker_context(settings.worker_tls, certificates),
         lambda: sources_of(settings, clock=lambda: 0.0, rng=Random(0)),
     ):
@@ -64,6 +65,7 @@ def _access(settings: Settings, path: Path | None) -> Iterator[str]:
     private = {
         "auth.keys_file": auth.keys_file,
         "server.tls.key": server.tls.key or server.tls.cert,
+        "server.admin_tls.key": server.admin_tls.key or server.admin_tls.cert,
         "worker_tls.key": settings.worker_tls.key or settings.worker_tls.cert,
     }
     for key, file in private.items():

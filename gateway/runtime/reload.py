@@ -51,6 +51,7 @@ AT_START: Mapping[str, str] = {
     "server.tls.cert": "another certificate in the same file is used at once",
     "server.tls.key": "another key in the same file is used at once",
     "server.tls.client_ca": "read at the start",
+    "server.admin_tls": "as those of the client port",
     "discovery": "the sources are started with the process",
     "redis": "the connection is made at the start",
     "worker_tls": "a certificate renewed in the same file is used at once",

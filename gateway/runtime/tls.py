@@ -57,16 +57,17 @@ class Certificate:
         _try(f"{self.section}.cert, {self.section}.key", lambda: context.load_cert_chain(cert, key, password=""))
 
 
-def server_context(tls: ServerTls, certificates: list[Certificate]) -> ssl.SSLContext | None:
-    """The client port's context, None for plain HTTP. Its certificate joins `certificates`. Raises ConfigError."""
+def server_context(tls: ServerTls, certificates: list[Certificate], *, section: str) -> ssl.SSLContext | None:
+    """The context of a port, None for plain HTTP; `section` is where it is configured. Its certificate joins
+    `certificates`. Raises ConfigError."""
     if tls.cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
-    certificates.append(Certificate("server.tls", context, tls.cert, tls.key))
+    certificates.append(Certificate(section, context, tls.cert, tls.key))
     authority = tls.client_ca
     if authority is not None:
-        _try("server.tls.client_ca", lambda: context.load_verify_locations(authority))
+        _try(f"{section}.client_ca", lambda: context.load_verify_locations(authority))
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

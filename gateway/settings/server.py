@@ -75,6 +75,7 @@ class ServerSettings(Section):
         json_schema_extra=why("with the workers' side it stays below 65,536 file descriptors"),
     )
     tls: ServerTls = ServerTls()
+    admin_tls: ServerTls = ServerTls()
     cors_origins: tuple[str, ...] = Field(
         (), description="Origins whose web pages may use the client port, such as https://chat.example.com; `*`: all."
     )

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.cli.admin_port import AdminError, AdminPort, port_of
 from gateway.config import ConfigError
 from gateway.credentials import ServerTls, WorkerTls
 from gateway.edge import EdgeLimits
@@ -60,7 +61,7 @@ def server(ours: Authority) -> Signed:
 
 @pytest.fixture
 def tls(ours: Authority, server: Signed) -> Tls:
-    gateway = server_context(ServerTls(cert=server.cert, key=server.key), [])
+    gateway = server_context(ServerTls(cert=server.cert, key=server.key), [], section="server.tls")
     assert gateway is not None
     return Tls(gateway, ours.client(), ours.server(server), worker_context(WorkerTls(ca=ours.ca), []))
 
@@ -185,7 +186,7 @@ async def test_asgi_paths_are_served_too(tls: Tls) -> None:
 async def test_a_client_without_the_right_certificate_gets_nothing(
     ours: Authority, others: Authority, server: Signed, tls: Tls
 ) -> None:
-    gateway = server_context(ServerTls(cert=server.cert, key=server.key, client_ca=ours.ca), [])
+    gateway = server_context(ServerTls(cert=server.cert, key=server.key, client_ca=ours.ca), [], section="server.tls")
     assert gateway is not None
     known, stranger = ours.client(ours.sign("known")), ours.client(others.sign("stranger"))
     async with relay(answers(OK), tls=tls._replace(gateway=gateway, clients=known)) as r:
@@ -338,7 +339,7 @@ def test_files_that_cannot_be_used_stop_the_start(ours: Authority, others: Autho
         (ServerTls(cert=server.cert, key=server.key, client_ca=server.key), "server.tls.client_ca: cannot be used"),
     ):
         with pytest.raises(ConfigError, match=said):
-            server_context(tls, [])
+            server_context(tls, [], section="server.tls")
     with pytest.raises(ConfigError, match=r"worker_tls\.ca"):
         worker_context(WorkerTls(ca=none), [])
     with pytest.raises(ConfigError, match=r"worker_tls\.cert"):
@@ -347,11 +348,31 @@ def test_files_that_cannot_be_used_stop_the_start(ours: Authority, others: Autho
         Gateway(Settings(worker_tls=WorkerTls(ca=none)))
 
 
+async def test_the_admin_port_speaks_https_with_a_certificate_of_its_own(
+    ours: Authority, server: Signed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    admin_tls = {"cert": str(server.cert), "key": str(server.key)}
+    async with rig(1, settings={"server": {"admin_tls": admin_tls}, "auth": {"admin_token": "hush"}}) as r:
+        port = AdminPort(r.ports.admin_url, "hush")
+        assert r.ports.admin_url.startswith("https://")
+        assert (await r.http.get("/v1/models")).status_code == 200, "the client port stays as it was"
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with pytest.raises(AdminError, match="certificate verify failed"):
+            await asyncio.to_thread(port.get, "/admin/workers")
+        monkeypatch.setenv("SSL_CERT_FILE", str(ours.ca))
+        assert '"w1"' in await asyncio.to_thread(port.get, "/admin/workers")
+        plain = AdminPort(r.ports.admin_url.replace("https:", "http:"), "hush")
+        with pytest.raises(AdminError):
+            await asyncio.to_thread(plain.get, "/admin/workers")
+    settings = Settings(server={"admin_tls": admin_tls, "admin_port": 9})
+    assert port_of(settings).address == "https://127.0.0.1:9"
+
+
 async def test_a_renewed_certificate_is_used_from_the_next_handshake_on(ours: Authority, tmp_path: Path) -> None:
     made = authority(tmp_path, "mine")
     first = made.sign("renewed")
     certificates: list[Certificate] = []
-    context = server_context(ServerTls(cert=first.cert, key=first.key), certificates)
+    context = server_context(ServerTls(cert=first.cert, key=first.key), certificates, section="server.tls")
     listener = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
     async with listener:
         port = listener.sockets[0].getsockname()[1]
