@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from gateway.admin.prefix_answers import PrefixesAnswer
+from gateway.admin.replica_answers import ReplicasAnswer
 from gateway.admin.state_answers import (
     ConfigAnswer,
     Health,
@@ -76,6 +77,11 @@ def state_routes(views: AdminViews) -> APIRouter:
         """What prompts have in common: applications and where their prompts drift apart, the prefixes that save most
         and who holds them. Named by block keys; no text is kept."""
         return PrefixesAnswer.of(views.router, limit)
+
+    @routes.get("/admin/replicas")
+    async def get_replicas() -> ReplicasAnswer:
+        """The store, and the other replicas heard over it."""
+        return ReplicasAnswer.of(views.readings.replicas())
 
     @routes.get("/admin/config")
     async def get_config() -> ConfigAnswer:

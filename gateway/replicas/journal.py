@@ -36,7 +36,6 @@ from gateway.replicas.messages import (
 MAX_OPEN_KEYS: Final = 1_000_000
 """Block keys of open placements kept to be told again: 8 MB of names that the prefix cache holds anyway."""
 
-_MAX_NEWS: Final = 4 * MAX_KEYS
 _MAX_REMEMBERED_PINS: Final = 16_384
 """Sessions a newcomer is told of: those used last."""
 
@@ -64,13 +63,22 @@ class Journal:
     """One for a process. `replica` is its number, random for each start; `on_change` is called when there is news after
     none."""
 
-    def __init__(self, replica: int, fleet: Fleet, index: KvIndex, *, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        replica: int,
+        fleet: Fleet,
+        index: KvIndex,
+        *,
+        on_change: Callable[[], None],
+        most_news: int = 4 * MAX_KEYS,
+    ) -> None:
         self.replica = replica
         self.untold = 0
         """Placements that had no room here."""
         self._fleet = fleet
         self._index = index
         self._on_change = on_change
+        self._most_news = most_news
         self._seq = 0
         self._numbers = 0
         self._open: dict[int, _Open] = {}  # by the identity of the booking, which lives at least as long
@@ -113,7 +121,7 @@ class Journal:
             return
         self._open[id(booking)] = entry
         self._open_keys += entry.keys
-        if len(self._placed) < _MAX_NEWS:
+        if len(self._placed) < self._most_news:
             self._placed.append(entry)
         else:
             self._overflown = True
@@ -166,10 +174,13 @@ class Journal:
         pins = [(digest, worker_key(worker.spec)) for digest, worker in self._pins.items()]
         prefilled, ended = self._prefilled, self._ended
         self._forget_news()
-        messages = [self._message(placed=batch) for batch in _batches(placed)]
+        *batches, last = _batches(placed) or [[]]
+        messages = [self._message(placed=batch) for batch in batches]
         # Last: what they say may be of what was placed just before.
-        if loads or prefilled or ended or pins or ask:
-            messages.append(self._message(loads=loads, prefilled=prefilled, ended=ended, pins=pins, ask=ask))
+        if last or loads or prefilled or ended or pins or ask:
+            messages.append(
+                self._message(placed=last, loads=loads, prefilled=prefilled, ended=ended, pins=pins, ask=ask)
+            )
         return messages
 
     def state(self, now: float, *, ask: bool = False, again: bool = False) -> list[Message]:
@@ -185,12 +196,20 @@ class Journal:
         every = [_load(worker, now) for worker in self._fleet.workers.values()]
         loads = [load for load in every if load != LoadEntry(load.worker)]
         told = [(digest, worker_key(worker.spec)) for digest, worker in pins.items()]
-        messages = [self._message(placed=batch) for batch in _batches(placed)]
+        *batches, last = _batches(placed) or [[]]
+        messages = [self._message(placed=batch) for batch in batches]
         messages += [self._message(pins=batch) for batch in _slices(told[MAX_PINS:], MAX_PINS)]
         numbers = [entry.number for entry in self._open.values()]
         messages.append(
             self._message(
-                full=True, loads=loads, prefilled=prefilled, ended=ended, pins=told[:MAX_PINS], opened=numbers, ask=ask
+                full=True,
+                placed=last,
+                loads=loads,
+                prefilled=prefilled,
+                ended=ended,
+                pins=told[:MAX_PINS],
+                opened=numbers,
+                ask=ask,
             )
         )
         return messages
@@ -284,18 +303,18 @@ def _load(worker: Worker, now: float) -> LoadEntry:
     )
 
 
-def _batches(entries: Iterable[_Open]) -> Iterator[list[_Open]]:
+def _batches(entries: Iterable[_Open]) -> list[list[_Open]]:
     """At most `MAX_KEYS` keys in each."""
+    batches: list[list[_Open]] = []
     batch: list[_Open] = []
     keys = 0
     for entry in entries:
         if batch and (keys + entry.keys > MAX_KEYS or len(batch) >= MAX_KEYS):
-            yield batch
+            batches.append(batch)
             batch, keys = [], 0
         batch.append(entry)
         keys += entry.keys
-    if batch:
-        yield batch
+    return [*batches, batch] if batch else batches
 
 
 def _slices(items: list[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:

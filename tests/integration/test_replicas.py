@@ -88,6 +88,9 @@ async def test_redis_killed_in_the_middle_costs_no_request(redis: RedisServer) -
         await until(lambda: not any(rig.shared(gateway) for gateway in rig.gateways))
         page = (await rig.clients[0].get(rig.ports[0].admin_url + "/metrics")).text
         assert "kvgate_store_up 0\n" in page
+        told = (await rig.clients[0].get(rig.ports[0].admin_url + "/admin/replicas")).json()
+        assert (told["up"], told["lag_s"]) == (False, None)
+        assert told["error"]
         assert "kvgate_replica_lag_seconds{" not in page
         await until(lambda: chats.done > CHATS // 5)
         await redis.start()  # empty
@@ -95,6 +98,10 @@ async def test_redis_killed_in_the_middle_costs_no_request(redis: RedisServer) -
         page = (await rig.clients[0].get(rig.ports[0].admin_url + "/metrics")).text
         assert "kvgate_store_up 1\n" in page
         assert "kvgate_replica_peers 1\n" in page
+        told = (await rig.clients[0].get(rig.ports[0].admin_url + "/admin/replicas")).json()
+        other = rig.gateways[1].sharing
+        assert other is not None
+        assert [peer["replica"] for peer in told["peers"]] == [f"{other.journal.replica:016x}"]
         await run
         await until(lambda: rig.leased() == 0)
         await until(lambda: all(w.others.requests == 0 for g in rig.gateways for w in g.fleet.workers.values()))

@@ -59,13 +59,14 @@ class Site:
         self.router = Router(
             self.fleet, self.index, make_policy("seconds", rng=Random(self.number)), rng=Random(self.number)
         )
-        self.journal = Journal(self.number, self.fleet, self.index, on_change=self._wake)
+        self.journal = Journal(self.number, self.fleet, self.index, on_change=self.wake)
         self.peers = Peers(self.number, self.fleet, self.index, self.router.sessions, ttl_s=TTL_S)
         self.router.watch(self.journal)
         for at in range(self.workers):
             self.join(at)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """There is news."""
         self.woken += 1
 
     def join(self, at: int, *, size: int = SIZE) -> Worker:
