@@ -160,6 +160,10 @@ class SimulatedEngine:
         """Blocks that cannot be evicted now."""
         return self._cache.in_use
 
+    def held(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks, from the first on, are in the cache."""
+        return self._cache.held(blocks)
+
     @property
     def host_blocks(self) -> int:
         """Blocks in the tier below the GPU."""

@@ -7,8 +7,8 @@ Owns the order of things in virtual time:
     every poll period: each engine's load -> fleet;   every half second: router.expire
 
 Rules:
-1. No network and no event delay: the gateway learns of things when they happen. What it does not see when serving
-   (queue order inside an engine, output lengths, the engine's speed) it does not see here.
+1. No network: the gateway learns of things when they happen, of cache events `event_delay_s` later. What it does not
+   see when serving (queue order inside an engine, output lengths, the engine's speed) it does not see here.
 2. The same inputs and seed give the same result, to the last bit.
 3. A block of the trace is a run of tokens that only it has, so the index hashes and chains it as it does in service.
 """
@@ -16,7 +16,8 @@ Rules:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -66,7 +67,7 @@ _MODEL = "trace"
 _RANK = 0
 _EXPIRE_S = 0.5
 
-_ARRIVAL, _ENGINE, _POLL, _EXPIRE = range(4)
+_ARRIVAL, _ENGINE, _POLL, _EXPIRE, _EVENTS, _CHANGE = range(6)
 """Kinds on the agenda. At one instant the order of entry decides."""
 
 
@@ -142,7 +143,8 @@ class Replay:
     """One run. Construct, `run` once, read the report; `router` and `fleet` stay for a look at what was learned.
 
     `speeds` gives each engine's speed, all 1 by default. `priors` are the speeds the gateway assumes at the start.
-    `sessions` says whether requests carry their session's name, `sharding` when the pool is split.
+    `sessions` says whether requests carry their session's name, `sharding` when the pool is split. `changes` are made
+    at their times, in seconds: they may look at the run, call `join` and `set_speed`.
     """
 
     def __init__(
@@ -160,6 +162,8 @@ class Replay:
         priors: tuple[PrefillRates, InterTokenRates] | None = None,
         settings: RouterSettings | None = None,
         sharding: ShardSettings | None = None,
+        event_delay_s: float = 0.0,
+        changes: Sequence[tuple[float, Callable[[Replay], None]]] = (),
     ) -> None:
         self.fleet = Fleet(FleetSettings(sharding=sharding or ShardSettings()), priors=priors)
         self.index = KvIndex()
@@ -168,22 +172,42 @@ class Replay:
         self._poll_s = poll_s
         self._name_sessions = sessions
         self._blocks = _Blocks(block_size, keys.namespace())
-        self._stations = [
-            self._join(number, model, block_size, speeds[number] if speeds else 1.0) for number in range(workers)
-        ]
         self._agenda: list[tuple[float, int, int, int, int]] = []
         self._entries = 0
         self._now = 0.0
+        self._model = model
+        self._stations: list[_Station] = []
+        for number in range(workers):
+            self.join(speed=speeds[number] if speeds else 1.0)
+        self._changes = changes
+        self._event_delay_s = event_delay_s
+        self._late: deque[KvEvent] = deque()
         self._next: dict[int, int] = {turn.after: turn.number for turn in turns if turn.after is not None}
         self._flights: dict[int, _Flight] = {}
         self.outcomes: list[Outcome] = []
 
-    def _join(self, number: int, model: EngineModel, block_size: int, speed: float) -> _Station:
-        engine = SimulatedEngine(model, block_size=block_size, speed=speed)
+    @property
+    def now(self) -> float:
+        """Virtual time, seconds."""
+        return self._now
+
+    def join(self, *, speed: float = 1.0) -> None:
+        """One more worker, empty, called w0, w1, ... in order."""
+        number, block_size = len(self._stations), self._blocks.size
+        engine = SimulatedEngine(self._model, block_size=block_size, speed=speed)
         facts = WorkerFacts(EngineKind.UNKNOWN, "", (_MODEL,), block_size=block_size, kv_blocks=engine.capacity_blocks)
-        worker = self.fleet.add(WorkerSpec(WorkerId(f"w{number}"), f"sim://w{number}"), facts, 0.0)
+        worker = self.fleet.add(WorkerSpec(WorkerId(f"w{number}"), f"sim://w{number}"), facts, self._now)
         self.index.bind(worker.slot, block_size=block_size)
-        return _Station(worker, engine)
+        self._stations.append(_Station(worker, engine))
+
+    def set_speed(self, number: int, speed: float) -> None:
+        """A worker's engine is that fast from now on."""
+        station = self._stations[number]
+        self._take(station, station.engine.set_speed(speed, self._now))
+
+    def holders(self, blocks: Sequence[int]) -> int:
+        """How many engines have all these blocks of the trace, which begin a prompt."""
+        return sum(station.engine.held(blocks) == len(blocks) for station in self._stations)
 
     def run(self) -> ReplayReport:
         """Until the last request has ended."""
@@ -193,6 +217,8 @@ class Replay:
         left = len(self._turns)
         self._enter(0.0, _POLL)
         self._enter(0.0, _EXPIRE)
+        for number, (at, _) in enumerate(self._changes):
+            self._enter(at, _CHANGE, number)
         while len(self.outcomes) < left:
             self._now, _, kind, number, version = heapq.heappop(self._agenda)
             if kind == _ARRIVAL:
@@ -204,6 +230,10 @@ class Replay:
             elif kind == _POLL:
                 self._poll()
                 self._enter(self._now + self._poll_s, _POLL)
+            elif kind == _EVENTS:
+                self.index.apply(self._stations[number].worker.slot, _RANK, [self._late.popleft()])
+            elif kind == _CHANGE:
+                self._changes[number][1](self)
             else:
                 self.router.expire(self._now)
                 self._enter(self._now + _EXPIRE_S, _EXPIRE)
@@ -263,7 +293,11 @@ class Replay:
             self._enter(wake, _ENGINE, slot, station.version)
 
     def _announce(self, slot: int, event: KvEvent) -> None:
-        self.index.apply(self._stations[slot].worker.slot, _RANK, [event])
+        if self._event_delay_s:
+            self._late.append(event)
+            self._enter(self._now + self._event_delay_s, _EVENTS, slot)
+        else:
+            self.index.apply(self._stations[slot].worker.slot, _RANK, [event])
 
     def _finish(self, flight: _Flight, at: float) -> None:
         turn = flight.turn
