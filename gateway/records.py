@@ -327,6 +327,7 @@ class Terms(NamedTuple):
 
     `hit_s` is the prefill time the overlap saves (shown, already contained in `own_s`), `wait_s` the time until
     the prefill could start, `own_s` the prefill itself, `decode_s`, `evict_s` and `kv_s` the three load prices.
+    `repeat_s` is the price of computing what others compute at this moment; `affinity_s` and `idle_s` are credits.
     Policies that do not price in seconds leave every term at 0 and put their own figure in `cost`.
     """
 
@@ -338,6 +339,8 @@ class Terms(NamedTuple):
     evict_s: float = 0.0
     kv_s: float = 0.0
     affinity_s: float = 0.0
+    repeat_s: float = 0.0
+    idle_s: float = 0.0
 
 
 class Candidate(NamedTuple):

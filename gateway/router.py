@@ -71,6 +71,8 @@ _MOVED = {
 """Why a session's worker was no candidate -> what is said of the session."""
 
 _OWN_S = Terms._fields.index("own_s")
+_WAIT_S = Terms._fields.index("wait_s")
+_IDLE_S = Terms._fields.index("idle_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class RouterSettings:
     recent_decisions: int = 256
     max_sessions: int = 1_000_000
     session_ttl_s: float = 3600.0
-    spill_margin_s: float = 0.5
+    spill_margin_s: float = 0.1
     routes: Routes = field(default_factory=Routes)
     cpu_read_tokens_per_s: float = 60_000.0
     disk_read_tokens_per_s: float = 20_000.0
@@ -111,6 +113,8 @@ class _Choice:
     pool: Pool
     hit: int
     own_s: float
+    wait_s: float
+    idle_s: float
     output_tokens: int
     slow: int
     text: bool
@@ -237,9 +241,13 @@ class Router:
             prefill_s=choice.own_s,
             streamed=request.stream,
             sent_at=now,
+            wait_s=choice.wait_s,
         )
         booking = self._ledger.book(worker, reservation, blocks, choice.overlaps, now)
-        choice.pool.rates.learn_prompt(blocks.tokens)
+        rates, decision = choice.pool.rates, choice.decision
+        rates.learn_prompt(blocks.tokens)
+        if choice.idle_s and decision.predicted_tokens < decision.available_tokens:
+            rates.settled_s = rates.waited_s  # a prefix is brought to an idle worker: that has to be earned again
         if choice.decision.shard != choice.decision.home_shard:
             choice.pool.spilled += 1
         if instead_of is None:
@@ -284,7 +292,19 @@ class Router:
         leading = _leading(blocks)
         overhead_s, token_s, pair_s = pool.rates.prefill
         output = self._expected_output(request, pool)
-        ask = Ask(blocks.tokens, output, pool.block_size, overhead_s, token_s, pair_s, home, leading)
+        rates = pool.rates
+        ask = Ask(
+            blocks.tokens,
+            output,
+            pool.block_size,
+            overhead_s,
+            token_s,
+            pair_s,
+            home,
+            leading,
+            waited_s=rates.waited_s,
+            settled_s=rates.settled_s,
+        )
         unplaced = None if session is None or self._may_have(pool, home) else session
         if not pool.shards:
             shard, excluded = eligible(pool, pool.everybody, request, blocks, tried)
@@ -323,7 +343,8 @@ class Router:
         text = blocks.mode is PrefixMode.APPROXIMATE
         if blocks.text is not None and overlaps is not None:
             text = overlaps.tokens(worker.slot) < raw[at]
-        return _Choice(decision, worker, pool, hit, own_s, output, sum(slow.values()), text, overlaps)
+        wait_s, idle_s = rows[at][_WAIT_S], rows[at][_IDLE_S]
+        return _Choice(decision, worker, pool, hit, own_s, wait_s, idle_s, output, sum(slow.values()), text, overlaps)
 
     def _may_have(self, pool: Pool, home: WorkerId | None) -> bool:
         """Whether a session's worker may get requests of this pool now."""
@@ -381,6 +402,11 @@ class Router:
                 raw = list(map(max, raw, self._index.overlap(blocks.text, mask).tokens_of(slots)))
         else:
             raw = [0] * len(workers)
+        longest = max(raw)
+        if longest and overlaps is not None and blocks.text is None:
+            computing = overlaps.computing(slots, longest)
+            if computing:
+                ask = ask._replace(computing=computing, new_prefix=longest)
         view = self._view(pool, shard, raw, overlaps)
         rows = self.policy.score(ask, view, now)
         at = pick(self.policy, view, rows, session=unplaced, rng=self._rng)

@@ -29,6 +29,10 @@ class TermsAnswer(Answer):
     """What KV room it takes costs."""
     affinity_s: float
     """Credit for the worker of its session."""
+    repeat_s: float
+    """The price of computing what other workers are computing at this moment."""
+    idle_s: float
+    """Taken off: what requests have waited elsewhere while this worker had nothing to do."""
 
 
 class CandidateAnswer(Answer):

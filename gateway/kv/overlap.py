@@ -138,6 +138,21 @@ class Overlaps:
         several chains, and of workers with slower tiers."""
         return None if self._slow or len(self._prefix.chains) != 1 else self._blocks.get(slot, 0)
 
+    def computing(self, slots: Sequence[Slot], tokens: int) -> int:
+        """How many of these workers were promised the block that ends the first `tokens` of the only chain, and hold it
+        not yet; 0 as soon as one holds it, and for several chains."""
+        chains = self._prefix.chains
+        if len(chains) != 1:
+            return 0
+        key = chains[0].keys[tokens // self._prefix.block_size - 1]
+        found = 0
+        for slot in slots:
+            if self._tokens.get(slot, 0) >= tokens:
+                if key not in self._promises(slot):
+                    return 0
+                found += 1
+        return found
+
     def confirmed(self, slot: Slot) -> int:
         """`tokens` without speculative blocks: what the worker's own events say."""
         bit = 1 << slot

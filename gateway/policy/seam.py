@@ -14,14 +14,14 @@ from typing import NamedTuple, Protocol, overload
 
 from gateway.records import Candidate, Slot, Terms, WorkerId
 
-Row = tuple[float, float, float, float, float, float, float, float]
+Row = tuple[float, float, float, float, float, float, float, float, float, float]
 """The numbers of `Terms`, in its order, as a plain tuple: made twice as fast, and left alone by the garbage collector.
 A decision has one for every worker."""
 
 
 def row(cost: float) -> Row:
     """A row of a policy that does not price in seconds."""
-    return (cost, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return (cost, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Ask(NamedTuple):
@@ -29,7 +29,9 @@ class Ask(NamedTuple):
     learned prefill speeds.
 
     `output_tokens` is the expected answer. `home` is the worker that served the session last. `leading` names the
-    leading blocks (None when the tokens are unknown).
+    leading blocks (None when the tokens are unknown). `computing` is how many workers compute the first `new_prefix`
+    tokens of the prompt at this moment, that nobody holds yet. `waited_s` is what requests of this model have waited so
+    far, and `settled_s` how much of that has been made good.
     """
 
     tokens: int
@@ -40,6 +42,10 @@ class Ask(NamedTuple):
     pair_s: float
     home: WorkerId | None = None
     leading: int | None = None
+    computing: int = 0
+    new_prefix: int = 0
+    waited_s: float = 0.0
+    settled_s: float = 0.0
 
 
 class Load(Protocol):
@@ -51,7 +57,8 @@ class Load(Protocol):
     `foreign_requests` are all requests that are not this replica's. KV figures are in
     tokens: `kv_tokens` in use by running and sent requests, `kv_capacity` (0 = unknown), `unindexed_tokens` those that
     will take room and are not in the index yet. `evict_discount` (0..1) is the worth left in the next block to be
-    evicted. `picked` numbers the last decision for this worker.
+    evicted. `picked` numbers the last decision for this worker. `idle_since_s` is what requests of its model had waited
+    when it last had one.
     """
 
     @property
@@ -88,6 +95,8 @@ class Load(Protocol):
     def unindexed_tokens(self) -> int: ...
     @property
     def evict_discount(self) -> float: ...
+    @property
+    def idle_since_s(self) -> float: ...
 
 
 class View(NamedTuple):

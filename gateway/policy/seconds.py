@@ -6,7 +6,9 @@ For a request of n tokens and a worker with usable overlap h (`docs/concepts/sco
     wait  = seconds until the worker could start: estimates of what is ahead, less what has run of the head's
     evict = seconds to recompute what the request would push out, times the worth left in it
     kv    = KV occupancy after placing, 0..1
-    cost  = wait + (1 + lambda) * own + delta * running + mu * evict + kappa * kv - affinity
+    repeat = half the seconds of what others compute at this moment, for each of them
+    idle  = what requests have waited since this worker had nothing to do
+    cost  = wait + (1 + lambda) * own + delta * running + mu * evict + kappa * kv + repeat - affinity - idle
 
 Written as `score = alpha * hit - beta * queue - gamma * load` this is: `alpha` scales the seconds a hit saves, `beta`
 the wait, `gamma` the three load prices. All three are 1 by default, since every term is in seconds already.
@@ -45,6 +47,11 @@ class Prices:
     out: 10 x in the worst case."""
     affinity_s: float = 0.02
     """Credit for the session's last worker: a hundred or two tokens of prefill. Binding affinity costs 3-4 %."""
+    repeat: float = 0.5
+    """What other workers compute at this moment is worth waiting for: computing it too costs so much more for each."""
+    idle: float = 1.0
+    """Share of what requests have waited elsewhere that an idle worker is credited with: at 1 what is spent on bringing
+    a prefix to it is at most what its absence has cost (the rule of the ski rental)."""
     near_s: float = 0.001
     """Costs closer than this are a tie: below every noise in the estimates."""
     near_cold: float = 0.05
@@ -72,13 +79,14 @@ class Seconds:
         return max(prices.near_s, prices.near_cold * best.own_s) if cold else prices.near_s
 
     def score(self, ask: Ask, view: View, now: float) -> list[Row]:
-        tokens, output_tokens, _, overhead_s, token_s, pair_s, home, _ = ask
+        tokens, output_tokens, _, overhead_s, token_s, pair_s, home, _, computing, new_prefix, waited_s, settled_s = ask
         weights, prices = self._weights, self._prices
         alpha, beta, gamma = weights.alpha, weights.beta, weights.gamma
         own_factor = 1.0 + prices.own_extra
         running_s, mu, kappa = gamma * prices.running_s, gamma * prices.evict, gamma * prices.kv_s
         cold_s = overhead_s + tokens * (token_s + pair_s * tokens / 2)
         read_s = view.read_s
+        repeat_token_s = prices.repeat * computing * token_s
         found: list[Row] = []
         add = found.append
         for position, (worker, hit, resident) in enumerate(zip(view.workers, view.hits, view.resident, strict=True)):
@@ -111,5 +119,15 @@ class Seconds:
             if home is not None and worker.id == home:
                 affinity = prices.affinity_s
                 cost -= affinity
-            add((cost, saved, wait, own, decode, evict, kv, affinity))
+            repeat = idle = 0.0
+            if hit < new_prefix:
+                repeat = slowdown * repeat_token_s * (new_prefix - hit)
+                cost += repeat
+            if waited_s and not worker.inflight_requests:
+                since = worker.idle_since_s
+                unpaid_s = waited_s - (since if since > settled_s else settled_s)
+                if unpaid_s > 0.0:
+                    idle = prices.idle * unpaid_s
+                    cost -= idle
+            add((cost, saved, wait, own, decode, evict, kv, affinity, repeat, idle))
         return found

@@ -150,6 +150,9 @@ class Pool:
         return tuple(map(Shard.of, members))
 
 
+_WAITS_FORGOTTEN = 0.05
+"""A tick of half a second: waits are credited for about ten seconds."""
+
 _EJECTED = WorkerState.EJECTED.value
 _FULL = "slow_start"
 _SERVING = (WorkerState.READY, WorkerState.DEGRADED)
@@ -285,6 +288,8 @@ class Fleet:
             if worker.health.watched:  # else time changes nothing
                 with self._moving(worker) as health:
                     health.tick(now)
+        for rates in self._rates.values():
+            rates.forget_waits(_WAITS_FORGOTTEN)
         for pool in self._pools.values():
             pool.retries.tick(now)
 

@@ -173,7 +173,7 @@ class PoolRates:
 
     __slots__ = (
         "_inter_token", "_prefill", "_text_bytes", "_text_tokens", "bytes_a_token", "inter_token", "output_tokens",
-        "prefill", "prompt_tokens",
+        "prefill", "prompt_tokens", "settled_s", "waited_s",
     )  # fmt: skip
 
     def __init__(self, prefill: PrefillRates = PREFILL_PRIOR, inter_token: InterTokenRates = INTER_TOKEN_PRIOR) -> None:
@@ -187,6 +187,10 @@ class PoolRates:
         """Running mean of prompt lengths; 0 until one is seen."""
         self.bytes_a_token = BYTES_A_TOKEN_PRIOR
         """Bytes of a prompt's text (UTF-8) for each of its tokens, where the tokens are not known here."""
+        self.waited_s = 0.0
+        """What requests have waited for a worker so far, by the estimates they were placed with."""
+        self.settled_s = 0.0
+        """How much of that has been made good by work for an idle worker, or is forgotten."""
         self._text_bytes = BYTES_A_TOKEN_PRIOR * _TEXT_PRIOR_TOKENS
         self._text_tokens = _TEXT_PRIOR_TOKENS
 
@@ -219,6 +223,10 @@ class PoolRates:
         """Seconds to prefill `new` tokens behind `cached` ones on a worker of slowdown 1."""
         overhead, token, pair = self.prefill
         return overhead + new * (token + pair * (cached + new / 2))
+
+    def forget_waits(self, share: float) -> None:
+        """Waits are credited for some seconds: a burst of long ago moves nobody."""
+        self.settled_s += share * (self.waited_s - self.settled_s)
 
     def learn_prefill(self, x: tuple[float, float, float], seconds: float, slowdown: Slowdown) -> None:
         """`seconds` of prefill work on one worker; `x` = requests, new tokens, token pairs in it.

@@ -58,7 +58,8 @@ _PERIOD_REQUESTS = 8
 @dataclass(slots=True, eq=False)
 class Reservation:
     """What one request is expected to cost its worker. `new_tokens` are uncached prompt tokens, `output_tokens` the
-    expected answer; both take KV room. `streamed` says that its first byte marks the end of its prefill."""
+    expected answer; both take KV room. `streamed` says that its first byte marks the end of its prefill,
+    `wait_s` how long that was expected to wait for others."""
 
     new_tokens: int
     cached_tokens: int
@@ -66,6 +67,7 @@ class Reservation:
     prefill_s: float
     streamed: bool
     sent_at: float
+    wait_s: float = 0.0
     pending: bool = True
     open: bool = True
 
@@ -159,6 +161,7 @@ class Worker:
     kv_capacity: int = 0
     unindexed_tokens: int = 0
     evict_discount: float = 0.0
+    idle_since_s: float = 0.0
     trust: float = 1.0
     weight: float = 1.0
 
@@ -187,6 +190,7 @@ class Worker:
     _stored: _Flow = field(default_factory=_Flow)
 
     def __post_init__(self) -> None:
+        self.idle_since_s = self.rates.waited_s
         self.respec(self.spec)
         self._fit_capacity()
 
@@ -281,6 +285,7 @@ class Worker:
                 self._period = None
 
     def _prefilled(self, reservation: Reservation, now: float) -> None:
+        self.rates.waited_s += reservation.wait_s
         self._leave(reservation, now)
         self._stored.add(reservation.new_tokens, now)
         self._refresh(now)
@@ -293,6 +298,7 @@ class Worker:
         del pending[id(reservation)]
         self.inflight_tokens -= reservation.new_tokens
         if not pending:
+            self.idle_since_s = self.rates.waited_s
             self._own_s = self._own_head_s = 0.0
         else:
             self._own_s = max(0.0, self._own_s - reservation.prefill_s)

@@ -31,3 +31,4 @@ class Stand:
     kv_capacity: int = 0
     unindexed_tokens: int = 0
     evict_discount: float = 0.0
+    idle_since_s: float = 0.0

@@ -7,7 +7,7 @@ from random import Random
 
 from gateway.policy import Candidates, Seconds, View, pick
 from gateway.policy.pick import rendezvous
-from gateway.policy.seam import Row
+from gateway.policy.seam import Row, row
 from gateway.records import Candidate, Terms, WorkerId
 from tests.unit.policy.stand import Stand
 
@@ -17,7 +17,7 @@ def choose(
     session: str | None = None, seed: int = 0,
 ) -> int:  # fmt: skip
     workers = [Stand(id=WorkerId(f"w{n}"), picked=(picked or [0] * len(costs))[n]) for n in range(len(costs))]
-    rows: list[Row] = [(cost, 0.0, 0.0, own_s, 0.0, 0.0, 0.0, 0.0) for cost in costs]
+    rows: list[Row] = [(cost, 0.0, 0.0, own_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for cost in costs]
     return pick(Seconds(), View(workers, hits, [0] * len(costs)), rows, session=session, rng=Random(seed))
 
 
@@ -67,7 +67,7 @@ def test_rendezvous_depends_on_names_alone() -> None:
 
 
 def test_candidates_are_records_made_on_demand() -> None:
-    rows: list[Row] = [(float(n), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for n in range(3)]
+    rows: list[Row] = [row(float(n)) for n in range(3)]
     candidates = Candidates([WorkerId(f"w{n}") for n in range(3)], [0, 16, 32], [1.0, 0.5, 1.0], rows)
     assert candidates[1] == Candidate(WorkerId("w1"), 16, 0.5, Terms(1.0))
     assert [c.worker for c in candidates] == ["w0", "w1", "w2"]
