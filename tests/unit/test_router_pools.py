@@ -137,7 +137,7 @@ def home_of(bench: Bench, tokens: list[int]) -> int:
 
 
 def test_a_prefix_stays_in_its_home_shard_and_only_that_is_weighed() -> None:
-    bench, rng = sharded(), Random(2)
+    bench, rng = sharded(spill_margin_s=2.0), Random(2)
     seen = set()
     for _ in range(30):
         tokens = words(rng, 400)
