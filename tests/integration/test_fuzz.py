@@ -123,7 +123,7 @@ class Report(NamedTuple):
     wrong: list[str]
 
 
-class _Whole:
+class StrictReader:
     """A strict reader of one answer."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ async def fuzz_answers(cases: int, seed: int) -> Report:
             worker.health.reset(r.edge.clock())
             r.outcomes.clear()
             r.workers[0].calls.clear()
-            reader = _Whole()
+            reader = StrictReader()
             try:
                 reader.parser.feed_data(raw)
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -242,7 +242,7 @@ async def fuzz_answers(cases: int, seed: int) -> Report:
     return report
 
 
-class _Errors(logging.Handler):
+class ErrorLog(logging.Handler):
     """Collects what is logged as an error: a traceback is a bug."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class _Errors(logging.Handler):
 
 
 def _run(fuzz: Callable[[int, int], Coroutine[Any, Any, Report]], cases: int, seed: int) -> Report:
-    errors = _Errors()
+    errors = ErrorLog()
     logging.getLogger().addHandler(errors)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
