@@ -51,6 +51,13 @@ def test_yaml_examples_are_valid_settings_also_for_an_editor() -> None:
     assert checked >= 2
 
 
+def test_tests_that_a_page_names_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`(tests/[\w/]+\.py::\w+)`", page.read_text())}
+    assert len(named) > 30
+    for path, test in (name.split("::") for name in named):
+        assert re.search(rf"^(async )?def {test}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{test}"
+
+
 def test_commands_that_the_readme_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE):

@@ -460,21 +460,35 @@ async def test_what_is_no_request_is_refused_and_the_connection_ends(raw: bytes,
 async def test_bad_bodies_are_refused_and_the_connection_lives() -> None:
     async with relay(answers(OK)) as r:
         client = await r.client()
-        for body, status, code in (
+        hi = b'"messages":[{"role":"user","content":"x"}]'
+        bodies = (
             (b"", 400, "invalid_json"),
             (b"{", 400, "invalid_json"),
             (b'{"messages":[]}', 400, "bad_request"),
             (b"[" * 100_000, 400, "invalid_json"),
             (b'{"model":"\xff"}', 400, "invalid_json"),
-            (b'{"model":"nope","messages":[{"role":"user","content":"x"}]}', 404, "model_not_found"),
-        ):
+            (b'["model"]', 400, "invalid_json"),
+            (b'{"model":"m","messages":[]}', 400, "bad_request"),
+            (b'{"model":"m","messages":"hi"}', 400, "bad_request"),
+            (b'{"model":7,%b}' % hi, 400, "bad_request"),
+            (b'{"model":"m","stream":"yes",%b}' % hi, 400, "bad_request"),
+            (b'{"model":"m","max_tokens":-1,%b}' % hi, 400, "bad_request"),
+            (b'{"model":"nope",%b}' % hi, 404, "model_not_found"),
+        )
+        for body, status, code in bodies:
             client.send(post(body))
             answer = await client.answer()
             assert (answer.status, error_of(answer.body)["code"]) == (status, code)
-        client.send(post(ask()))
-        assert (await client.answer()).body == OK
-        assert [o.result for o in r.outcomes] == [Result.REFUSED] * 6 + [Result.COMPLETED]
-        assert not await_calls(r, 1)
+        client.send(post(b'{"model":"m","prompt":""}', path="/v1/completions"))
+        assert (await client.answer()).status == 400
+        odd = b'{"model":"m","temperature":NaN,%b}' % hi  # the worker's to judge
+        for body in (ask(), odd):
+            client.send(post(body))
+            assert (await client.answer()).body == OK
+        assert r.workers[0].calls[1].body == odd
+        refused = [Result.REFUSED] * (len(bodies) + 1)
+        assert [o.result for o in r.outcomes] == [*refused, Result.COMPLETED, Result.COMPLETED]
+        assert not await_calls(r, 2)
         await client.close()
 
 
