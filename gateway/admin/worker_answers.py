@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 from gateway.admin.answer import Answer
@@ -190,35 +189,6 @@ class WorkerList(Answer):
     """Those that have not answered yet."""
     sources: list[SourceAnswer]
     """Where workers come from, those whose word counts most first."""
-
-    @classmethod
-    def of(
-        cls,
-        workers: Iterable[Worker],
-        readings: Iterable[WorkerReading],
-        feeds: Iterable[FeedReading],
-        *,
-        sources: Iterable[SourceReading],
-        sessions: dict[str, int],
-        now: float,
-    ) -> WorkerList:
-        """Every worker with what metrics see of it; a reading without a worker is one that joins."""
-        by_name = {reading.worker: reading for reading in readings}
-        feed_of = {feed.worker: feed for feed in feeds}
-        return cls(
-            workers=[
-                WorkerAnswer.of(
-                    worker,
-                    by_name.pop(worker.id, None),
-                    feed_of.get(worker.id),
-                    sessions=sessions.get(worker.id, 0),
-                    now=now,
-                )
-                for worker in sorted(workers, key=lambda worker: worker.id)
-            ],
-            joining=[JoiningAnswer(id=name, error=reading.error) for name, reading in sorted(by_name.items())],
-            sources=[SourceAnswer.of(source) for source in sources],
-        )
 
 
 def _tiers(worker: Worker, reading: WorkerReading | None, feed: FeedReading | None) -> dict[Tier, TierAnswer]:

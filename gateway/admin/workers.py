@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
+from gateway.admin.answer import paced, written
 from gateway.admin.failures import ErrorAnswer, IsRank, NothingToLearn
 from gateway.admin.views import AdminViews
-from gateway.admin.worker_answers import WorkerAnswer, WorkerList
+from gateway.admin.worker_answers import JoiningAnswer, SourceAnswer, WorkerAnswer, WorkerList
 from gateway.errors import NotFound
 from gateway.records import WorkerId
 from gateway.settings import WorkerSettings
@@ -26,16 +27,24 @@ def worker_routes(views: AdminViews) -> APIRouter:
     routes = APIRouter(prefix="/admin/workers", tags=["workers"])
     fleet = views.router.fleet
 
-    @routes.get("")
-    async def list_workers() -> WorkerList:
+    @routes.get("", response_model=WorkerList)
+    async def list_workers() -> Response:
         """Every worker, by name."""
-        return WorkerList.of(
-            fleet.workers.values(),
-            views.readings.workers(),
-            views.readings.feeds(),
-            sources=views.readings.sources(),
-            sessions=_sessions(views),
-            now=views.clock(),
+        now, sessions = views.clock(), _sessions(views)
+        readings = {reading.worker: reading for reading in views.readings.workers()}
+        feeds = {feed.worker: feed for feed in views.readings.feeds()}
+        workers = sorted(fleet.workers.values(), key=lambda worker: worker.id)
+        joining = [name for name in sorted(readings) if name not in fleet.workers]
+        answers = [
+            WorkerAnswer.of(worker, readings.get(name), feeds.get(name), sessions=sessions.get(name, 0), now=now)
+            async for name, worker in paced((worker.id, worker) for worker in workers)
+        ]
+        return written(
+            WorkerList(
+                workers=answers,
+                joining=[JoiningAnswer(id=name, error=readings[name].error) for name in joining],
+                sources=[SourceAnswer.of(source) for source in views.readings.sources()],
+            )
         )
 
     @routes.get("/{worker_id}")

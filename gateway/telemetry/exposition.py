@@ -6,8 +6,8 @@ Rules:
 2. Written directly, not through prometheus_client's `generate_latest`: with 64 workers that takes 50 ms on the loop,
    this a tenth. Process and garbage-collector metrics come from the prometheus_client registry that is passed in.
 3. A number nobody knows yet is left out: absent is honest, 0 would be a claim.
-4. A page of 200 workers takes ten milliseconds, so it is made in pieces of a millisecond at most; whoever serves it
-   lets streams go on in between (`pieces`).
+4. A page of 200 workers takes ten milliseconds, so it is made in pieces of two milliseconds at most; whoever serves
+   it lets streams go on in between (`pieces`).
 5. Label texts are kept from one page to the next, those of the last page only.
 """
 
