@@ -55,6 +55,10 @@ class Tasks(Protocol):
         """Run in the background; restarted when it fails."""
         ...
 
+    async def stop(self, name: str) -> None:
+        """Cancel and wait; unknown names are fine."""
+        ...
+
 
 class Enrolment:
     """Sources in, members out."""
@@ -64,18 +68,27 @@ class Enrolment:
         self._members = members
         self._clock = clock
         self._present: dict[WorkerId, Entry] = {}
+        self._wanted: dict[str, Source] = {}
+        self._running: dict[str, Source] = {}
+        """Sources by name: those to be followed, and those that run."""
         self._changed = asyncio.Event()
         self._turn = asyncio.Lock()
         self._log = structlog.get_logger("kvgate.discovery")
         self.present: Mapping[WorkerId, Entry] = MappingProxyType(self._present)
         """Every worker that was let in, by name."""
 
-    def follow(self, sources: Iterable[Source], tasks: Tasks) -> None:
+    def begin(self, sources: Iterable[Source], tasks: Tasks) -> None:
         """Run the sources, and do what they say."""
-        for source in sources:
-            self.roster.expect(source.name)
-            tasks.start(f"source {source.name}", partial(source.run, _Published(self, source.name)))
-        tasks.start("enrolment", self.run)
+        self.follow(sources)
+        tasks.start("enrolment", partial(self.run, tasks))
+
+    def follow(self, sources: Iterable[Source]) -> None:
+        """These from now on. What a source of the same name saw last stays until the new one is heard; what others saw
+        is forgotten, and their workers leave."""
+        self._wanted = {source.name: source for source in sources}
+        for name in self._wanted:
+            self.roster.expect(name)
+        self._changed.set()
 
     async def configured(self, specs: Iterable[WorkerSpec]) -> None:
         """The workers of the configuration; returns when they are expected, and those that went are gone."""
@@ -129,12 +142,27 @@ class Enrolment:
         if was.error != reason:
             self._log.warning("source does not answer: its workers stay", source=source, reason=reason)
 
-    async def run(self) -> None:
+    async def run(self, tasks: Tasks) -> None:
         """Do what is said, as long as it runs."""
         while True:
             self._changed.clear()
+            await self._heed(tasks)
             await self.apply()
             await self._changed.wait()
+
+    async def _heed(self, tasks: Tasks) -> None:
+        """Run the sources that are to be followed, and no others."""
+        for name, source in list(self._running.items()):
+            if self._wanted.get(name) is not source:
+                await tasks.stop(f"source {name}")
+                del self._running[name]
+        for state in self.roster.sources():
+            if state.name not in self._wanted and state.name not in (CONFIG, ADMIN):
+                self.roster.forget(state.name)
+        for name, source in self._wanted.items():
+            if name not in self._running:
+                self._running[name] = source
+                tasks.start(f"source {name}", partial(source.run, _Published(self, name)))
 
     async def apply(self) -> None:
         """Bring the members to the list."""

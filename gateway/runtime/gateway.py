@@ -206,7 +206,7 @@ class Gateway:
         await self._serve(app, client_socket, http=client_protocol(self.edge), tls=tls)
         await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools", tls=admin_tls)
         await self.enrolment.configured(settings.worker_specs())
-        self.enrolment.follow(sources_of(settings, clock=self.clock, rng=self._rng), self.supervisor)
+        self.enrolment.begin(sources_of(settings, clock=self.clock, rng=self._rng), self.supervisor)
         for certificate in self._certificates:
             self.files.add(certificate.section, certificate.files, certificate.renew)
         self.supervisor.start("files", self.files.run)
@@ -267,7 +267,11 @@ class Gateway:
 
     def _prepare(self, settings: Settings) -> Prepared:
         """In a thread; changes nothing. Raises ConfigError."""
-        return Prepared(self.tokenizers.load(settings.models), key_table(settings.auth))
+        return Prepared(
+            self.tokenizers.load(settings.models),
+            key_table(settings.auth),
+            sources_of(settings, clock=self.clock, rng=self._rng),
+        )
 
     def _apply(self, settings: Settings, prepared: Prepared) -> None:
         """Every part takes the new settings; nothing waits here. Fleet before members: block sizes follow from it."""
@@ -290,6 +294,8 @@ class Gateway:
         self.health.apply(trial_s=settings.health.probe_s)
         self.membership.apply(parts.membership_settings(settings))
         self.enrolment.listed(CONFIG, map(Found, settings.worker_specs()))
+        if before.discovery != settings.discovery:
+            self.enrolment.follow(prepared.sources)
         self._ask_engines(settings)
 
     def _ask_engines(self, settings: Settings) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,6 +25,7 @@ import structlog
 from pydantic import ValidationError
 
 from gateway.config import ConfigError, Loaded, Sources, problems_of
+from gateway.discovery import Source
 from gateway.runtime.access import KeyTable
 from gateway.runtime.models import Hashers
 from gateway.settings import Settings, changed_keys, with_keys_of
@@ -34,6 +35,7 @@ LIVE = (
     "auth",
     "models",
     "workers",
+    "discovery",
     "routing",
     "index",
     "timeouts",
@@ -52,7 +54,6 @@ AT_START: Mapping[str, str] = {
     "server.tls.key": "another key in the same file is used at once",
     "server.tls.client_ca": "read at the start",
     "server.admin_tls": "as those of the client port",
-    "discovery": "the sources are started with the process",
     "redis": "the connection is made at the start",
     "worker_tls": "a certificate renewed in the same file is used at once",
     "telemetry": "the log is set up at the start",
@@ -70,10 +71,11 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What was read from files for a configuration that is about to be used."""
+    """What was read from files for a configuration that is about to be used, and the sources of workers it names."""
 
     hashers: Hashers
     keys: KeyTable
+    sources: Sequence[Source]
 
 
 def is_live(key: str) -> bool:
@@ -118,6 +120,11 @@ class Reload:
                 self.results[Result.REFUSED] += 1
                 self._log.error("configuration refused: the one before stays in force", problems=error.problems[:10])
                 return
+            except Exception:
+                # Told here, and logged with its traceback by whoever watches the file.
+                self.problems = ("not used because of a bug of the gateway: its log has the traceback",)
+                self.results[Result.REFUSED] += 1
+                raise
             self.problems = ()
             self.results[result] += 1
             self._log.info(

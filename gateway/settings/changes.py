@@ -1,7 +1,7 @@
 """What differs between two configurations, by dotted path of the key.
 
-A list (`workers`, `models`) and a table by name (`timeouts.paths`) are one key each. Keys are told, never values: they
-may be secrets.
+A list (`workers`, `models`), a table by name (`timeouts.paths`) and a section that may be missing
+(`discovery.kubernetes`) are one key each. Keys are told, never values: they may be secrets.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _Section = TypeVar("_Section", bound=BaseModel)
 
 def all_keys() -> list[str]:
     """Every key of the tree."""
-    return list(_keys(Settings()))
+    return list(_keys(Settings))
 
 
 def changed_keys(before: Settings, now: Settings) -> list[str]:
     """The keys whose values differ."""
-    return [key for key in _keys(before) if value_of(before, key) != value_of(now, key)]
+    return [key for key in _keys(Settings) if value_of(before, key) != value_of(now, key)]
 
 
 def value_of(settings: BaseModel, key: str) -> Any:
@@ -43,11 +43,11 @@ def with_keys_of(settings: Settings, other: Settings, keys: Iterable[str]) -> Se
     return settings
 
 
-def _keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from _keys(value, f"{prefix}{name}.")
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _keys(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 

@@ -49,6 +49,13 @@ LINES: dict[str, tuple[Any, Any, Look]] = {
     "auth.admin_open": (True, False, lambda g: admin_settings(g.settings).own_names),
     "models": ([{"name": "m", "block_size": 8}], {"m": 8}, lambda g: dict(g.fleet.settings.block_sizes)),
     "workers": ([{"url": "http://127.0.0.1:9", "name": "n"}], {"n"}, lambda g: set(g.membership.members)),
+    "discovery.dns": ([{"name": "workers.test", "server": "127.0.0.1:9"}], {"dns"}, lambda g: _sources(g)),
+    "discovery.kubernetes": (
+        {"api_server": "http://127.0.0.1:9", "namespace": "n", "selector": "app=vllm"},
+        {"kubernetes"},
+        lambda g: _sources(g),
+    ),
+    "discovery.registry": ({}, {"registry"}, lambda g: _sources(g)),
     "routing.policy": ("p2c", "p2c", lambda g: g.router.policy.name),
     "routing.alpha": (3, 3, lambda g: _seconds(g).weights.alpha),
     "routing.beta": (3, 3, lambda g: _seconds(g).weights.beta),
@@ -86,11 +93,21 @@ LINES: dict[str, tuple[Any, Any, Look]] = {
 """Key -> what the file says, what the part then has, how to see it."""
 
 
+_LATER = frozenset({"workers", "discovery.dns", "discovery.kubernetes", "discovery.registry"})
+"""What a task does as soon as it has its turn."""
+
+
 def _seconds(g: Gateway) -> Seconds:
     policy: Any = g.router.policy
     assert policy.name == "seconds"
     seconds: Seconds = policy
     return seconds
+
+
+def _sources(g: Gateway) -> set[str]:
+    """Kinds of the sources that are followed, as tasks that run."""
+    kinds = {state.name.partition(":")[0] for state in g.enrolment.roster.sources()} - {"config", "admin"}
+    return {kind for kind in kinds if any(name.startswith(f"source {kind}") for name in g.supervisor.names)}
 
 
 def _timeouts(g: Gateway, path: Endpoint = Endpoint.CHAT, model: str = "other") -> Timeouts:
@@ -119,11 +136,12 @@ async def test_each_key_reaches_the_part_that_uses_it(tmp_path: Path) -> None:
     keys_file = tmp_path / "keys.yaml"
     keys_file.write_text(yaml.safe_dump({"keys": [{"tenant": "b", "hash": key_hash(f"{KEY}{n}")} for n in range(2)]}))
     file = tmp_path / "kvgate.yaml"
-    base = {
+    base: dict[str, Any] = {
+        "redis": {"url": "redis://127.0.0.1:9"},  # nobody is there; the registry needs one named
         "auth": {
             "keys_file": None,
             "keys": [{"tenant": "z", "key": KEY}, *({"tenant": "z", "key": f"{KEY}-{n}"} for n in range(3))],
-        }
+        },
     }
     async with rig(0, settings=base, file=file, wait=False) as r:
         gateway = r.gateway
@@ -142,12 +160,12 @@ async def test_each_key_reaches_the_part_that_uses_it(tmp_path: Path) -> None:
             await gateway.reload()
             assert gateway.reload.problems == (), key
             assert gateway.reload.needs_restart == (), key
-            if key == "workers":
+            if key in _LATER:
                 await until(lambda: look(gateway) == wanted)  # noqa: B023  waited for here
             assert look(gateway) == wanted, key
             file.write_text(start)
             await gateway.reload()
-            if key == "workers":
+            if key in _LATER:
                 await until(lambda: look(gateway) != wanted)  # noqa: B023  waited for here
             assert look(gateway) != wanted, f"{key}: and back"
         assert gateway.reload.results[Result.APPLIED] == 2 * len(LINES)

@@ -167,11 +167,27 @@ async def test_sources_run_until_the_end(members: Members, enrolment: Enrolment)
 
                 running.append(group.create_task(go(), name=name))
 
-        enrolment.follow([Named()], Tasks())
-        assert [task.get_name() for task in running] == ["source test", "enrolment"]
+            async def stop(self, name: str) -> None:
+                for task in running:
+                    if task.get_name() == name:
+                        task.cancel()
+
+        enrolment.begin([Named()], Tasks())
+        assert enrolment.roster.source("test") in enrolment.roster.sources(), "before it has said anything"
         async with asyncio.timeout(10):
             while W1 not in members.there:  # noqa: ASYNC110  a few turns of the loop
                 await asyncio.sleep(0)
         assert enrolment.roster.source("test").error == "away"
+        assert {task.get_name() for task in running} == {"source test", "enrolment"}
+        enrolment.follow([Named()])
+        async with asyncio.timeout(10):
+            while len(running) < 3:  # noqa: ASYNC110  a few turns of the loop
+                await asyncio.sleep(0)
+        assert W1 in members.there, "what it saw stays while it is started anew"
+        enrolment.follow([])
+        async with asyncio.timeout(10):
+            while W1 in members.there:  # noqa: ASYNC110  a few turns of the loop
+                await asyncio.sleep(0)
+        assert enrolment.roster.sources() == []
         for task in running:
             task.cancel()

@@ -22,13 +22,16 @@ class Stand:
         path.write_text(text)
         self.applied: list[Settings] = []
         self.refuses = ""
+        self.broken = False
         origin = Sources(path, environ=sources.pop("environ", {}), **sources)
         self.reload = Reload(origin.read(), origin, prepare=self.prepare, apply=self.apply)
 
     def prepare(self, settings: Settings) -> Prepared:
+        if self.broken:
+            raise RuntimeError("a bug")
         if self.refuses:
             raise ConfigError([self.refuses])
-        return Prepared({}, {})
+        return Prepared({}, {}, ())
 
     def apply(self, settings: Settings, prepared: Prepared) -> None:
         self.applied.append(settings)
@@ -91,6 +94,19 @@ async def test_what_its_files_do_not_allow_changes_nothing(path: Path) -> None:
     await it.says("routing: {policy: random}\nmodels: [{name: llama, tokenizer: /nowhere}]")
     assert it.reload.problems == ("models.llama: no such directory",)
     assert (it.applied, it.reload.settings.routing.policy, it.reload.settings.models) == ([], "p2c", ())
+
+
+async def test_a_bug_is_told_too(path: Path) -> None:
+    it = Stand(path, "routing: {policy: p2c}")
+    it.broken = True
+    with pytest.raises(RuntimeError):
+        await it.says("routing: {policy: random}")
+    assert "a bug of the gateway" in it.reload.problems[0]
+    assert it.reload.results == {Result.REFUSED: 1}
+    assert it.reload.settings.routing.policy == "p2c"
+    it.broken = False
+    assert (await it.says("routing: {policy: random}")).routing.policy == "random"
+    assert it.reload.problems == ()
 
 
 async def test_what_needs_a_restart_is_named_and_stays(path: Path) -> None:

@@ -36,6 +36,16 @@ def test_keys_are_told_by_path_lists_and_tables_as_one() -> None:
     ]
 
 
+def test_a_section_that_may_be_missing_is_one_key() -> None:
+    cluster = {"api_server": "http://a:1", "namespace": "n", "selector": "a=b"}
+    without, one = tree(), tree(discovery={"kubernetes": cluster})
+    other = tree(discovery={"kubernetes": cluster | {"namespace": "m"}})
+    assert (
+        changed_keys(without, one) == changed_keys(one, without) == changed_keys(one, other) == ["discovery.kubernetes"]
+    )
+    assert with_keys_of(one, without, ["discovery.kubernetes"]) == without
+
+
 def test_keys_of_another_tree_are_taken_over_and_nothing_else() -> None:
     one = tree(server={"port": 1, "host": "a"}, routing={"affinity": {"ttl_s": 1}})
     other = tree(server={"port": 2, "host": "b"}, routing={"affinity": {"ttl_s": 2, "header": "h"}})
