@@ -40,9 +40,9 @@ class Fleet:
 
     async def warm(self, **body: Any) -> None:
         """A new prompt, straight to the engine; returns when its events have been applied."""
-        before = self.blocks
+        before = self.announced
         await asyncio.to_thread(self.engine.complete, **body)
-        await until(lambda: self.blocks > before)
+        await until(lambda: self.announced > before)
 
     async def ask(self, path: str = "/v1/completions", **body: Any) -> tuple[int, int]:
         """Through the gateway: predicted and delivered tokens."""
