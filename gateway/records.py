@@ -113,7 +113,7 @@ class InferenceRequest:
     `model` is the name the client used. `usage_asked` says that the client itself asked for the usage event of
     a stream (`stream_options.include_usage`). `session` comes from the affinity header or body field.
     `stream_options` is the client's object, `body_bytes` the length of the body. `labels` are those of the workers it
-    may go to, None for any.
+    may go to, None for any. `adapters` are named in the body beside the model, as SGLang takes them (`lora_path`).
     """
 
     endpoint: Endpoint
@@ -131,6 +131,7 @@ class InferenceRequest:
     stream_options: Mapping[str, object] | None = None
     body_bytes: int = 0
     labels: frozenset[str] | None = None
+    adapters: tuple[str, ...] = ()
 
 
 # --------------------------------------------------------------------------- prefix blocks

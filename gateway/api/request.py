@@ -126,6 +126,7 @@ def parse_request(
         stream_options=options,
         body_bytes=len(body),
         labels=labels,
+        adapters=_adapters(fields.get("lora_path")),
     )
 
 
@@ -289,6 +290,12 @@ def _max_tokens(endpoint: Endpoint, fields: Mapping[str, object]) -> int | None:
         newer = _whole(fields, "max_completion_tokens", 0)
         return limit if newer is None else newer
     return limit
+
+
+def _adapters(value: object) -> tuple[str, ...]:
+    """Of SGLang's `lora_path`: a name, or one for each prompt. Anything else is the engine's to refuse."""
+    named = value if type(value) is list else (value,)
+    return tuple(name for name in named if type(name) is str and name)
 
 
 def _extra_key(fields: Mapping[str, object]) -> object:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.errors import ClientError, UnknownModel
@@ -123,10 +123,12 @@ class Visit:
         self.tenant = tenant
         self._taken: int | None = None
 
-    def pool(self, router: Router, model: str, now: float, *, asked: str | None = None) -> Pool:
-        """The pool of a model. The client `asked` for it under a name that its key must be good for. Raises
-        UnknownModel also for one the key is not good for, and names no others; RateLimited; BadRequest for no name
-        among several models."""
+    def pool(
+        self, router: Router, model: str, now: float, *, asked: str | None = None, adapters: Sequence[str] = ()
+    ) -> Pool:
+        """The pool of a model. The client `asked` for it under a name that its key must be good for, and so must it be
+        for `adapters` that the body names beside it, alone or as `model:adapter`. Raises UnknownModel also for one the
+        key is not good for, and names no others; RateLimited; BadRequest for no name among several models."""
         tenant = self.tenant
         tenant.check(now)
         if tenant.access.models is None:
@@ -134,6 +136,9 @@ class Visit:
         asked = model if asked is None else asked
         if asked and not tenant.may_use(asked):
             raise self._unknown(asked)
+        for adapter in adapters:
+            if not tenant.may_use(adapter) and not tenant.may_use(f"{asked}:{adapter}"):
+                raise self._unknown(adapter)
         try:
             pool = router.pool(model)
         except UnknownModel:

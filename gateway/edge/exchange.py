@@ -229,7 +229,7 @@ class Exchange:
         if visit is None:
             pool = edge.router.pool(request.model)
         else:
-            pool = visit.pool(edge.router, request.model, edge.clock(), asked=self._asked)
+            pool = visit.pool(edge.router, request.model, edge.clock(), asked=self._asked, adapters=request.adapters)
         blocks, self._untold = await locate(edge, request, pool, body_bytes=len(body))
         self._located_at = edge.clock()
         if visit is not None:

@@ -27,7 +27,7 @@ async def locate(
         estimate = body_bytes // _BYTES_A_TOKEN
         return PrefixBlocks((), estimate, pool.block_size, PrefixMode.NONE, "no_tokenizer"), None
     work = hasher.begin(
-        request, block_size=pool.block_size, adapter=pool.adapter, bytes_a_token=pool.rates.bytes_a_token
+        request, block_size=pool.block_size, adapter=_adapter(request, pool), bytes_a_token=pool.rates.bytes_a_token
     )
     if work.pending:
         await asyncio.get_running_loop().run_in_executor(edge.executor, work.encode)
@@ -40,4 +40,9 @@ def _untold(request: InferenceRequest, blocks: PrefixBlocks, known: KnownPrompts
     text = blocks.text or blocks
     if not tellable(text) or not known.wants(text, block_size=pool.block_size):
         return None
-    return Untold(request, text, known, pool.adapter, pool.block_size)
+    return Untold(request, text, known, _adapter(request, pool), pool.block_size)
+
+
+def _adapter(request: InferenceRequest, pool: Pool) -> str | None:
+    """Whose blocks these are. A name for each prompt is nobody's: such a request matches no other."""
+    return ",".join(request.adapters) if request.adapters else pool.adapter

@@ -121,6 +121,23 @@ async def test_models_are_shown_to_whom_they_are_allowed() -> None:
                 assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
+def with_adapter(lora_path: object) -> bytes:
+    return ask(more=b',"lora_path":' + json.dumps(lora_path).encode())
+
+
+async def test_an_adapter_named_beside_the_model_must_be_allowed_too() -> None:
+    for allowed in ({"m", "poet"}, {"m", "m:poet"}):
+        async with relay(answers(OK), keys=keys(models=frozenset(allowed))) as rig:
+            for lora_path, status in ((None, 200), ("poet", 200), (["poet", None], 200), ("lawyer", 404)):
+                answer = await rig.ask(post(with_adapter(lora_path), headers=[BEARER]))
+                assert answer.status == status
+            refused = await rig.ask(post(with_adapter(["poet", "lawyer"]), headers=[BEARER]))
+            error = json.loads(refused.body)["error"]
+            assert (refused.status, error["code"]) == (404, "model_not_found")
+            assert "'lawyer' is not served, or not to this key" in error["message"]
+            assert len(rig.workers[0].calls) == 3
+
+
 # --------------------------------------------------------------------------- rates
 
 

@@ -201,6 +201,20 @@ async def test_b7_adapters_and_salts(first: dict[str, Any], then: dict[str, Any]
     assert answer.predicted == answer.delivered == (12 * BLOCK if shared else 0)
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "shared"),
+    [
+        ({"lora_path": "sql"}, {"lora_path": "sql"}, True),
+        ({"lora_path": "sql"}, {"model": "sql"}, True),
+        ({"lora_path": "sql"}, {}, False),
+        ({}, {"lora_path": "sql"}, False),
+    ],
+)
+async def test_b7_an_adapter_named_beside_the_model(first: dict[str, Any], then: dict[str, Any], shared: bool) -> None:
+    answer = await again(replace(ENGINES["sglang"], adapters=("sql",)), first, then)
+    assert answer.predicted == answer.delivered == (12 * BLOCK if shared else 0)
+
+
 async def test_b7_images_are_never_matched_by_their_text() -> None:
     """Blocks that an image entered are held, but no request is taken to have them by its text tokens alone."""
     async with told() as (r, (events,)):
