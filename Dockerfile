@@ -1,0 +1,33 @@
+# The gateway as an image: packages are built in one stage, the second holds Python, the packages and nothing else.
+# It runs as nobody in particular, needs no writable file system and listens on 8000 (clients) and 8001 (operators).
+ARG PYTHON=3.11-slim-bookworm
+
+FROM python:${PYTHON} AS build
+WORKDIR /src
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/kvgate
+COPY pyproject.toml constraints.txt ./
+# Dependencies first: they change seldom, so a change of the code builds in seconds.
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+      > requirements.txt \
+    && /opt/kvgate/bin/pip install -c constraints.txt -r requirements.txt
+COPY README.md LICENSE ./
+COPY gateway ./gateway
+RUN /opt/kvgate/bin/pip install --no-deps . \
+    && /opt/kvgate/bin/pip check \
+    && /opt/kvgate/bin/python -m compileall -q /opt/kvgate/lib
+
+FROM python:${PYTHON}
+LABEL org.opencontainers.image.title="kvgate" \
+      org.opencontainers.image.description="Cache-aware, OpenAI-compatible gateway in front of vLLM and SGLang workers" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=build /opt/kvgate /opt/kvgate
+ENV PATH=/opt/kvgate/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+EXPOSE 8000 8001
+STOPSIGNAL SIGTERM
+# The admin port: it speaks plain HTTP also where the client port speaks TLS, and asks for no token here.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 \
+  CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8001/health', timeout=2)"]
+ENTRYPOINT ["kvgate"]
+CMD ["serve", "--config", "/etc/kvgate/kvgate.yaml"]
