@@ -1,0 +1,102 @@
+"""The image's recipe and the examples: linted, their paths exist, their steps work, and what they start is valid."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from gateway.config import load
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "Dockerfile"
+EXAMPLES = ROOT / "deploy" / "examples"
+BIN = Path(sys.executable).parent
+
+
+def test_hadolint_finds_nothing() -> None:
+    done = subprocess.run([BIN / "hadolint", DOCKERFILE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_what_is_copied_exists_and_is_let_in() -> None:
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        name
+        for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE.read_text(), re.MULTILINE)
+        for name in line.split()[:-1]
+    }
+    assert copied == let_in
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
+    last = DOCKERFILE.read_text().split("\nFROM ")[-1]
+    assert re.search(r"^USER 65532:65532$", last, re.MULTILINE)
+    assert re.search(r'^ENTRYPOINT \["kvgate"\]$', last, re.MULTILINE)
+    assert "HEALTHCHECK" in last
+    assert " pip install" not in last, "the second stage installs nothing"
+
+
+def test_the_package_holds_what_it_needs_without_the_checkout(tmp_path: Path) -> None:
+    """The last build step: a wheel of the code alone, started elsewhere."""
+    source = tmp_path / "src"
+    source.mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "gateway", source / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(source)]
+    subprocess.run(install, check=True, capture_output=True)
+    shutil.rmtree(source)
+    run = (
+        "import gateway, sys; assert gateway.__file__.startswith(sys.argv.pop(1)); from gateway.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", run, str(target), "engine", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"},
+    )
+    assert "simulated" in done.stdout, done.stderr
+    assert (target / "gateway" / "sim" / "model" / "tokenizer.json").is_file()
+
+
+def _documents() -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for path in sorted(EXAMPLES.rglob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            if "apiVersion" in document and isinstance(document["apiVersion"], str) and "kind" in document:
+                found.append((str(path.relative_to(EXAMPLES)), document))
+    return found
+
+
+@pytest.mark.parametrize(("path", "document"), _documents(), ids=lambda value: value if isinstance(value, str) else "")
+def test_manifests_of_the_examples_are_valid(path: str, document: dict[str, Any]) -> None:
+    if document["kind"] == "Cluster":
+        assert document["apiVersion"].startswith("kind.x-k8s.io/"), path
+    else:
+        kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_compose_mounts_what_there_is_and_starts_what_is_valid() -> None:
+    folder = EXAMPLES / "compose"
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        for volume in service.get("volumes", ()):
+            assert (folder / volume.split(":")[0]).exists(), f"{name}: {volume}"
+    settings = load(folder / "kvgate.yaml", environ={})
+    assert {str(worker.url) for worker in settings.workers} == {
+        f"http://{name}:9001" for name in compose["services"] if name.startswith("engine")
+    }
+    scraped = yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]
+    assert scraped["targets"] == [f"kvgate:{settings.server.admin_port}"]
