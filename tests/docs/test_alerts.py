@@ -42,10 +42,10 @@ class Case(NamedTuple):
 
 
 def ttft(share_slow: float, minutes: int, then: float | None = None, more: int = 0) -> dict[str, str]:
-    """600 first tokens a minute, `share_slow` of them between 2.5 and 20 s."""
+    """600 first tokens a minute, `share_slow` of them between 2 and 20 s."""
 
     def at(share: float) -> dict[str, float]:
-        return {"1": 600 * (1 - share), "2.5": 600 * (1 - share), "20": 600, "+Inf": 600}
+        return {"2.0": 600 * (1 - share), "20": 600, "+Inf": 600}
 
     before, after = at(share_slow), at(then if then is not None else share_slow)
     found = {
