@@ -23,12 +23,12 @@ test: check ## everything that decides whether a change may land
 check: lint types imports unit ## format, lint, types, import direction, docs, tests
 
 format: install ## rewrite the code in the project's format
-	$(BIN)/ruff format gateway tests benchmarks docs
-	$(BIN)/ruff check --fix gateway tests benchmarks docs
+	$(BIN)/ruff format gateway tests benchmarks docs dashboards
+	$(BIN)/ruff check --fix gateway tests benchmarks docs dashboards
 
 lint: install
-	$(BIN)/ruff format --check gateway tests benchmarks docs
-	$(BIN)/ruff check gateway tests benchmarks docs
+	$(BIN)/ruff format --check gateway tests benchmarks docs dashboards
+	$(BIN)/ruff check gateway tests benchmarks docs dashboards
 
 types: install
 	$(BIN)/mypy
@@ -41,8 +41,9 @@ JOBS ?= 4
 unit: install ## the tests, JOBS processes at a time
 	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10
 
-docs: install ## write docs/reference from the code
+docs: install ## write docs/reference and the dashboards from the code
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python dashboards/generate.py
 
 bench: install ## CPU and latency beside nginx, in one run
 	$(BIN)/python -m benchmarks
