@@ -21,6 +21,7 @@ from fastapi.routing import APIRoute
 from gateway.admin.decisions import decision_routes
 from gateway.admin.failures import ErrorAnswer, map_errors
 from gateway.admin.guard import Guard, token_check
+from gateway.admin.page import page_routes
 from gateway.admin.state import probe_routes, session_routes, state_routes
 from gateway.admin.views import AdminViews
 from gateway.admin.workers import worker_routes
@@ -42,6 +43,7 @@ def admin_app(views: AdminViews) -> FastAPI:
     )
     app.add_middleware(Guard, own_names=lambda: views.settings().own_names)
     map_errors(app)
+    app.include_router(page_routes())
     app.include_router(probe_routes(views))
     guarded = [Depends(token_check(lambda: views.settings().token))]
     for routes in (state_routes, session_routes, decision_routes, worker_routes):
