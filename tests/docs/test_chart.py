@@ -66,6 +66,9 @@ MATRIX: dict[str, dict[str, Any]] = {
     },
 }
 
+EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*/values.yaml"))
+MATRIX |= {f"example {path.parent.name}": yaml.safe_load(path.read_text()) for path in EXAMPLES}
+
 Manifests = list[dict[str, Any]]
 
 
@@ -153,8 +156,8 @@ def test_pods_have_no_right_they_do_not_need(chart: helm.Chart, values: dict[str
     roles = kinds(manifests).get("Role", [])
     assert len(roles) == finds_workers
     for role in roles:
-        assert role["metadata"]["namespace"] == "gpu"
-        assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+        assert role["metadata"]["namespace"] in ("gpu", "llm")
+        assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list", "watch"}
     assert "ClusterRole" not in kinds(manifests)
 
 

@@ -22,7 +22,6 @@ async function ask(path) {
 
 async function read(path) {
   const answer = await ask(path);
-  if (answer.status === 404) return null; // a part that this gateway does not have
   if (!answer.ok && answer.status !== 503) throw new Error(`${path}: ${answer.status}`);
   return answer.json();
 }
@@ -155,10 +154,12 @@ function drawQueue(metrics) {
   table("queue", ["pool", "class", "waiting"], rows.map(({ labels, value }) => [labels.pool, labels.class, number(value)]), "Nothing waits.");
 }
 
-function drawPrefixes(prefixes) {
-  const rows = prefixes?.applications ?? [];
-  table("prefixes", ["application", "model", "requests", "lost to drift", "parts at"], rows.slice(0, 10).map((row) => [
-    row.id, row.model, number(row.requests), percent(row.drift_share), row.parts_at_tokens === null ? "–" : `${number(row.parts_at_tokens)} tokens`,
+function drawPrefixes({ applications, prefixes }) {
+  // An application's most useful prefix: how much of its prompts is shared, and who holds it.
+  const hottest = new Map(prefixes.toReversed().map((prefix) => [prefix.head, prefix]));
+  table("prefixes", ["application", "model", "prompts", "usually shared", "lost to drift", "held by"], applications.slice(0, 10).map((seen) => [
+    seen.head.slice(0, 8), seen.model, number(seen.prompts), seen.stable_tokens === null ? "–" : `${number(seen.stable_tokens)} tokens`,
+    element("span", percent(seen.drift_share), { class: seen.drift_share > 0.1 ? "warn" : null }), `${hottest.get(seen.head)?.workers.length ?? 0} workers`,
   ]), "Nothing to show yet.");
 }
 
