@@ -204,6 +204,25 @@ OVERVIEW = Dashboard(
                     most=1,
                 ),
                 Panel(
+                    "Hits by tier",
+                    "short",
+                    "Tokens a second from caches. A slower tier helps only where reading is faster than computing.",
+                    (Query(rate("kvgate_hit_tokens_total", "tier"), "{{tier}}"),),
+                    stacked=True,
+                ),
+                Panel(
+                    "Lost to drift",
+                    "percentunit",
+                    "Prompt tokens computed because prompts part earlier than those of their application usually do.",
+                    (
+                        Query(
+                            share("kvgate_prefix_drift_tokens_total", "kvgate_prefix_tokens_total", "model", _MODEL),
+                            "{{model}}",
+                        ),
+                    ),
+                    most=1,
+                ),
+                Panel(
                     "Sessions",
                     "reqps",
                     "kept: on its worker; moved: elsewhere, for a reason; new; none: no session id.",
@@ -410,6 +429,12 @@ INDEX = Dashboard(
                     ),
                 ),
                 Panel(
+                    "Life of blocks (p50)",
+                    "s",
+                    "From their announcement until they were pushed out, of one in 64.",
+                    (Query(sometimes(quantile(0.5, "kvgate_kv_block_life_seconds", "tier", _WORKER)), "{{tier}}"),),
+                ),
+                Panel(
                     "Prompts by how they are matched",
                     "reqps",
                     "exact: token ids. engine: ids told by the engine. approximate: by text. none: not at all.",
@@ -426,31 +451,6 @@ REPLICAS = Dashboard(
     "kvgate-replicas",
     "kvgate / replicas and queue",
     (
-        (
-            "Queue",
-            (
-                Panel(
-                    "Waiting",
-                    "short",
-                    "Requests held at the gateway, by pool and class.",
-                    (Query("sum by (pool, class) (kvgate_queue_depth)", "{{pool}} {{class}}"),),
-                    stacked=True,
-                ),
-                Panel(
-                    "Time in the queue (p99)",
-                    "s",
-                    "Of requests that were held.",
-                    (Query(sometimes(quantile(0.99, "kvgate_queue_seconds", "")), "p99"),),
-                ),
-                Panel(
-                    "Turned away",
-                    "reqps",
-                    "429 and 503 with a Retry-After.",
-                    (Query(sometimes(rate("kvgate_shed_total", "pool, reason")), "{{pool}} {{reason}}"),),
-                    stacked=True,
-                ),
-            ),
-        ),
         (
             "Replicas",
             (

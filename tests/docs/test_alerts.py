@@ -41,7 +41,9 @@ class Case(NamedTuple):
     labels: dict[str, str]
 
 
-def ttft(share_slow: float, minutes: int, then: float | None = None, more: int = 0) -> dict[str, str]:
+def ttft(
+    share_slow: float, minutes: int, then: float | None = None, more: int = 0, *, label: str = 'model="m"'
+) -> dict[str, str]:
     """600 first tokens a minute, `share_slow` of them between 2 and 20 s."""
 
     def at(share: float) -> dict[str, float]:
@@ -49,12 +51,12 @@ def ttft(share_slow: float, minutes: int, then: float | None = None, more: int =
 
     before, after = at(share_slow), at(then if then is not None else share_slow)
     found = {
-        f'kvgate_ttft_seconds_bucket{{model="m",le="{le}"}}': grows(
+        f'kvgate_ttft_seconds_bucket{{{label},le="{le}"}}': grows(
             before[le], minutes, after[le] if then is not None else None, more
         )
         for le in before
     }
-    found['kvgate_ttft_seconds_count{model="m"}'] = grows(600, minutes + more)
+    found[f"kvgate_ttft_seconds_count{{{label}}}"] = grows(600, minutes + more)
     return found
 
 
@@ -71,12 +73,12 @@ def hits(
 
 
 def slow(share: float, minutes: int, then: float | None = None, more: int = 0) -> dict[str, str]:
-    """30,000 predicted tokens a minute, `share` of them in a slower tier."""
+    """30,000 tokens a minute from a cache, `share` of them from a slower tier."""
     return {
-        'kvgate_predicted_tokens_total{model="m"}': grows(30_000, minutes + more),
-        'kvgate_slow_tier_tokens_total{model="m",tier="cpu"}': grows(
-            30_000 * share, minutes, None if then is None else 30_000 * then, more
-        ),
+        f'kvgate_hit_tokens_total{{worker="w1",tier="{tier}"}}': grows(
+            30_000 * before, minutes, None if then is None else 30_000 * after, more
+        )
+        for tier, before, after in (("gpu", 1 - share, 1 - (then or 0)), ("cpu", share, then or 0))
     }
 
 
@@ -99,10 +101,10 @@ CASES = [
     Case("KvgateMissBudgetBurning", hits(0.2, 90), hits(0.75, 90), 90, M),
     Case(
         "KvgateTtftWithSlowTierHits",
-        {**ttft(0.0, 150, 0.1, 40), **slow(0.05, 150, 0.6, 40)},
-        {**ttft(0.0, 150, 0.1, 40), **slow(0.05, 190)},
+        {**ttft(0.0, 150, 0.1, 40, label='worker="w1"'), **slow(0.05, 150, 0.6, 40)},
+        {**ttft(0.0, 150, 0.1, 40, label='worker="w1"'), **slow(0.05, 150, 0.05, 40)},
         190,
-        M,
+        W,
     ),
     Case(
         "KvgateTransferBandwidthLow",
@@ -181,13 +183,6 @@ CASES = [
         {'kvgate_pool_ready_workers{model="m"}': stays(2, 10)},
         10,
         M,
-    ),
-    Case(
-        "KvgateQueueShedding",
-        {'kvgate_shed_total{pool="m",reason="queue_full"}': grows(30, 20)},
-        {'kvgate_shed_total{pool="m",reason="queue_full"}': stays(7, 20)},
-        20,
-        {"pool": "m", "reason": "queue_full"},
     ),
     Case(
         "KvgateAccountingDrift",

@@ -34,7 +34,11 @@ class Browser:
         return str(await self.do(lambda driver: driver.find_element(By.CSS_SELECTOR, place).text))
 
     async def complaints(self) -> list[str]:
-        return [str(entry["message"]) for entry in await self.do(lambda driver: driver.get_log("browser"))]
+        return [str(entry["message"]) for entry in await self.do(_log)]
+
+
+def _log(driver: Chrome) -> Any:
+    return driver.get_log("browser")  # type: ignore[no-untyped-call]
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.prometheus import Prometheus, prometheus, sooner, until_seen
+from tests.integration.redis_server import redis_server
 from tests.integration.rig import Rig, fast, rig
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,12 @@ async def traffic(running: Rig) -> AsyncIterator[Traffic]:
 
 
 async def test_no_panel_is_empty_under_load(tmp_path: Path) -> None:
-    async with rig(2) as running, prometheus(tmp_path, [running.ports.admin_url]) as seen, traffic(running):
+    async with (
+        redis_server(tmp_path) as store,
+        rig(2, settings={"redis": {"url": store.url}}) as running,
+        prometheus(tmp_path, [running.ports.admin_url]) as seen,
+        traffic(running),
+    ):
 
         async def scraped() -> bool:
             return bool(await seen.query("rate(kvgate_delivered_tokens_total[15s]) > 0"))
