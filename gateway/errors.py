@@ -8,6 +8,8 @@
     |   |-- PayloadTooLarge    413
     |   `-- RequestTimeout     408, the client sent too slowly
     |-- NoWorker               503, nobody in the pool may serve it now
+    |-- QueueFull              429, more requests wait for a worker than may
+    |-- QueueTimeout           503, no worker had room within the time a request may wait
     |-- FleetFull              503, a worker cannot join: there is no room for more
     |-- DeadlineExceeded       504, the time that the request may take has passed; no worker's fault
     |-- WorkerError            the chosen worker is at fault; `retryable` says whether another one may be tried
@@ -118,6 +120,27 @@ class NoWorker(GatewayError):
     status = 503
     type = "service_unavailable_error"
     code = "no_worker"
+
+    @classmethod
+    def ready(cls, model: str) -> NoWorker:
+        """As clients see it; the time to come again is about one probe period."""
+        return cls(f"no worker of model {model!r} is ready", retry_after_s=1.0)
+
+
+class QueueFull(GatewayError):
+    """As many requests of the pool wait as may, and this one has no better claim than they."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class QueueTimeout(GatewayError):
+    """It has waited `admission.queue_timeout_s` and every worker was busy with others."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "queue_timeout"
 
 
 class FleetFull(GatewayError):

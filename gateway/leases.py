@@ -14,6 +14,7 @@ Who gets a lease is decided in `router`. No clock and no I/O: `now` is an argume
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,10 +80,14 @@ class Watcher(Protocol):
         ...
 
 
+def _nobody_waits() -> None:
+    pass
+
+
 class Ledger:
     """Open bookings: counts them on workers and in the index, and takes both back."""
 
-    __slots__ = ("_fading", "_fleet", "_index", "insight", "open", "ttl_s", "watcher")
+    __slots__ = ("_fading", "_fleet", "_index", "insight", "on_room", "open", "ttl_s", "watcher")
 
     def __init__(self, fleet: Fleet, index: KvIndex, ttl_s: float, insight: PrefixInsight) -> None:
         self.insight = insight
@@ -93,6 +98,7 @@ class Ledger:
         self._fading: deque[tuple[float, Speculation]] = deque()
         """Promises of prefilled requests, soonest end first (every one lives equally long, until `ttl_s` changes)."""
         self.open = 0
+        self.on_room: Callable[[], None] = _nobody_waits
 
     def book(
         self, worker: Worker, reservation: Reservation, blocks: PrefixBlocks, overlaps: Overlaps | None, now: float
@@ -211,6 +217,7 @@ class Lease:
         if self._first_byte_at is None and self._outcome is None:
             self._first_byte_at = now
             self._credited = self._ledger.prefilled(self._booking, now)
+            self._ledger.on_room()
 
     def settle(self, ending: Ending, *, started_at: float, stages: StageTimes, retries: int = 0) -> Outcome:
         """The request is over. Puts the in-flight numbers back, teaches the speeds and makes the outcome; once.
@@ -226,6 +233,7 @@ class Lease:
         self._learn(ending, outcome)
         if ending.result is Result.COMPLETED:
             self._ledger.insight.observe(self._pool.name, self._booking.blocks)
+        self._ledger.on_room()
         return outcome
 
     def _learn(self, ending: Ending, outcome: Outcome) -> None:

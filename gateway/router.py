@@ -15,7 +15,7 @@ It keeps no clock and does no I/O: `now` is an argument, in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import MappingProxyType
@@ -52,9 +52,6 @@ from gateway.records import (
     WorkerId,
 )
 
-_RETRY_AFTER_S = 1.0
-"""What a client is told when no worker is ready: about one probe period."""
-
 _NO_ANSWER = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, Endpoint.TOKENIZE, Endpoint.DETOKENIZE})
 """Endpoints that generate no tokens."""
 
@@ -71,7 +68,7 @@ _MOVED = {
 """Why a session's worker was no candidate -> what is said of the session."""
 
 _OWN_S = Terms._fields.index("own_s")
-_WAIT_S = Terms._fields.index("wait_s")
+WAIT_S = Terms._fields.index("wait_s")
 _IDLE_S = Terms._fields.index("idle_s")
 
 
@@ -105,13 +102,17 @@ class RouterSettings:
 
 
 @dataclass(slots=True)
-class _Choice:
-    """What `route` and `explain` have in common."""
+class Choice:
+    """A decision that has not been made yet. `wait_s` is how long its worker is busy (0 where the policy does not
+    think in seconds), `new_tokens` what it computes; `rows` are the costs of all `candidates`."""
 
     decision: Decision
     worker: Worker
     pool: Pool
-    hit: int
+    candidates: Sequence[Worker]
+    rows: Sequence[Row]
+    at: int
+    new_tokens: int
     own_s: float
     wait_s: float
     idle_s: float
@@ -162,6 +163,10 @@ class Router:
         self._slow_slots = 0
         self._recent: deque[Recent] = deque(maxlen=self.settings.recent_decisions)
 
+    def on_room(self, call: Callable[[], None]) -> None:
+        """`call` whenever a prefill or a request has ended, so that somebody else may have the worker."""
+        self._ledger.on_room = call
+
     # ---------------------------------------------------------------- looking
 
     @property
@@ -207,7 +212,7 @@ class Router:
 
     def explain(self, request: InferenceRequest, blocks: PrefixBlocks, now: float) -> Decision:
         """The decision `route` would make, without making it. Raises what `route` raises."""
-        return self._choose(request, blocks, now, frozenset()).decision
+        return self.consider(request, blocks, now).decision
 
     def apply(self, policy: Policy, settings: RouterSettings) -> None:
         """From the next decision on. The length of `recent` is that of the start."""
@@ -232,11 +237,22 @@ class Router:
 
         Raises UnknownModel, and NoWorker when nobody in the pool is ready and not excluded.
         """
-        choice = self._choose(request, blocks, now, excluded)
+        return self.reserve(self.consider(request, blocks, now, excluded), request, blocks, now, instead_of=instead_of)
+
+    def reserve(
+        self,
+        choice: Choice,
+        request: InferenceRequest,
+        blocks: PrefixBlocks,
+        now: float,
+        *,
+        instead_of: Lease | None = None,
+    ) -> Lease:
+        """Make a decision that was considered at this moment: nothing may have happened since."""
         worker = choice.worker
         reservation = Reservation(
-            new_tokens=blocks.tokens - choice.hit,
-            cached_tokens=choice.hit,
+            new_tokens=choice.new_tokens,
+            cached_tokens=blocks.tokens - choice.new_tokens,
             output_tokens=choice.output_tokens,
             prefill_s=choice.own_s,
             streamed=request.stream,
@@ -283,9 +299,14 @@ class Router:
             if any(resident(worker.slot, tier) for tier in _SLOW_TIERS)
         )
 
-    def _choose(
-        self, request: InferenceRequest, blocks: PrefixBlocks, now: float, tried: frozenset[WorkerId]
-    ) -> _Choice:
+    def consider(
+        self,
+        request: InferenceRequest,
+        blocks: PrefixBlocks,
+        now: float,
+        tried: frozenset[WorkerId] = frozenset(),
+    ) -> Choice:
+        """The decision as it would be now; changes nothing. Raises what `route` raises."""
         pool = self.pool(request.model)
         session = request.session
         home = self.sessions.find(session, now) if session is not None else None
@@ -343,8 +364,22 @@ class Router:
         text = blocks.mode is PrefixMode.APPROXIMATE
         if blocks.text is not None and overlaps is not None:
             text = overlaps.tokens(worker.slot) < raw[at]
-        wait_s, idle_s = rows[at][_WAIT_S], rows[at][_IDLE_S]
-        return _Choice(decision, worker, pool, hit, own_s, wait_s, idle_s, output, sum(slow.values()), text, overlaps)
+        return Choice(
+            decision,
+            worker,
+            pool,
+            workers,
+            rows,
+            at,
+            blocks.tokens - hit,
+            own_s,
+            rows[at][WAIT_S],
+            rows[at][_IDLE_S],
+            output,
+            sum(slow.values()),
+            text,
+            overlaps,
+        )
 
     def _may_have(self, pool: Pool, home: WorkerId | None) -> bool:
         """Whether a session's worker may get requests of this pool now."""
@@ -429,7 +464,7 @@ class Router:
     def _nobody(pool: Pool, request: InferenceRequest) -> NoWorker | UnknownModel:
         if not any(admits(worker, request) for worker in pool.workers):
             return UnknownModel(f"model {pool.name!r} is not served, or not to this key", param="model")
-        return NoWorker(f"no worker of model {pool.name!r} is ready", retry_after_s=_RETRY_AFTER_S)
+        return NoWorker.ready(pool.name)
 
     def _view(self, pool: Pool, shard: Shard, raw: list[int], overlaps: Overlaps | None) -> View:
         workers, slots, mask = shard

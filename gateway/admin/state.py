@@ -63,7 +63,8 @@ def state_routes(views: AdminViews) -> APIRouter:
     @routes.get("/admin/pools")
     async def list_pools() -> PoolList:
         """Every served name with its workers and learned speeds."""
-        return PoolList(pools=[PoolAnswer.of(pool) for _, pool in sorted(fleet.pools.items())])
+        readings = {reading.model: reading for reading in views.readings.pools()}
+        return PoolList(pools=[PoolAnswer.of(pool, readings.get(name)) for name, pool in sorted(fleet.pools.items())])
 
     @routes.get("/admin/index")
     async def get_index() -> IndexAnswer:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from gateway.admin.answer import Answer
 from gateway.pool import Pool, Sessions
 from gateway.records import WorkerId
-from gateway.telemetry import IndexReading, WorkerReading
+from gateway.telemetry import IndexReading, PoolReading, WorkerReading
 
 
 class Excluded(Answer):
@@ -38,6 +38,14 @@ class PoolAnswer(Answer):
     """Retries of the last ten seconds."""
     retries_refused: int
     """Retries not made since the start, for want of budget."""
+    queued: dict[str, int]
+    """Requests that wait at the gateway, by priority class."""
+    queued_tenants: dict[str, int]
+    """The same by tenant."""
+    drain_s: float
+    """Seconds until those that wait now have a worker, at the speed of late."""
+    shed: dict[str, int]
+    """Requests sent away from the queue since the start, by reason."""
     inflight_requests: int
     """Open requests of this gateway on its workers; workers may serve several pools."""
     prefill_overhead_s: float
@@ -51,8 +59,8 @@ class PoolAnswer(Answer):
     """Running mean of answer lengths."""
 
     @classmethod
-    def of(cls, pool: Pool) -> PoolAnswer:
-        """The pool now."""
+    def of(cls, pool: Pool, reading: PoolReading | None) -> PoolAnswer:
+        """The pool now; `reading` is its queue, None for a pool that was made this moment."""
         rates = pool.rates
         return cls(
             name=pool.name,
@@ -65,6 +73,10 @@ class PoolAnswer(Answer):
             panic=pool.panic,
             retries=pool.retries.retried,
             retries_refused=pool.retries.refused,
+            queued=dict(reading.queued) if reading is not None else {},
+            queued_tenants=dict(reading.queued_tenants) if reading is not None else {},
+            drain_s=reading.drain_s if reading is not None else 0.0,
+            shed=dict(reading.shed) if reading is not None else {},
             inflight_requests=sum(worker.inflight_requests for worker in pool.workers),
             prefill_overhead_s=rates.prefill.overhead_s,
             prefill_token_s=rates.prefill.token_s,

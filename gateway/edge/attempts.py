@@ -5,7 +5,8 @@ Rules:
 2. A worker that fails before its answer begins, or answers 429 or 5xx, is settled and not tried again for this request,
    nor are the other ranks of its server; another one is tried while there is one, at most `max_retries` times and while
    the pool's budget for retries lasts. Then the failure, or the worker's own answer, is the client's.
-3. `drop` is synchronous and may come at any moment; whoever holds the attempts settles the last lease.
+3. The first worker may have to be waited for (`admission`); the others are taken at once.
+4. `drop` is synchronous and may come at any moment; whoever holds the attempts settles the last lease.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gateway.admission import Ticket
 from gateway.api import ask_for_rank
+from gateway.edge.turns import Turn
 from gateway.errors import (
     WORKER_BUSY,
     WORKER_STATUS,
@@ -42,7 +45,10 @@ _TRIED_ELSEWHERE = frozenset((429, 500, 502, 503, 504))
 class Attempts:
     """Of one request. `lease` and `stream` are those of the last attempt, while it lasts."""
 
-    __slots__ = ("_edge", "_limits", "_tried", "connected_at", "lease", "reserved_at", "retries", "stream")
+    __slots__ = (
+        "_edge", "_limits", "_queued_at", "_ticket", "_tried", "connected_at", "lease", "queued_s", "reserved_at",
+        "retries", "stream",
+    )  # fmt: skip
 
     def __init__(self, edge: Edge, limits: EdgeLimits) -> None:
         self.lease: Lease | None = None
@@ -51,6 +57,10 @@ class Attempts:
         self.reserved_at: float | None = None
         self.connected_at: float | None = None
         """When a worker was chosen and when a connection to it was at hand."""
+        self.queued_s = 0.0
+        """How long it has waited for its turn."""
+        self._queued_at: float | None = None
+        self._ticket: Ticket | None = None
         self._edge = edge
         self._limits = limits
         self._tried: frozenset[WorkerId] = frozenset()
@@ -73,7 +83,7 @@ class Attempts:
         now = edge.clock()
         if now >= total_at:
             raise DeadlineExceeded.passed()
-        stream = self._reserve(edge.router.route(request, blocks, now))
+        stream = await self._first_turn(request, blocks, now, total_at)
         while True:
             try:
                 placed = self._placed(body, request.endpoint)
@@ -95,10 +105,38 @@ class Attempts:
             stream = other
 
     def drop(self) -> None:
-        """End the worker's work now. The lease stays until it is settled."""
+        """End the worker's work now, or the wait for one. The lease stays until it is settled."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._edge.turns.admission.cancel(ticket)
+            self._end_wait()
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.abort()
+
+    async def _first_turn(
+        self, request: InferenceRequest, blocks: PrefixBlocks, now: float, total_at: float
+    ) -> UpstreamStream:
+        """At once, or after a wait at the gateway; the only wait that is not for the worker."""
+        turn = Turn(self._take)
+        ticket = self._edge.turns.admission.admit(request, blocks, now, until=total_at, waiter=turn)
+        if ticket is not None:
+            self._ticket, self._queued_at = ticket, now
+            try:
+                await turn.wait()
+            finally:
+                self._ticket = None
+                self._end_wait()
+        assert self.stream is not None
+        return self.stream
+
+    def _take(self, lease: Lease) -> None:
+        self._reserve(lease)
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._queued_at is not None:
+            self.queued_s, self._queued_at = self._edge.clock() - self._queued_at, None
 
     def _reserve(self, lease: Lease) -> UpstreamStream:
         self.lease = lease

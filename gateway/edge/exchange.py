@@ -499,14 +499,14 @@ class Exchange:
         return self._visit.tenant.access.tenant if self._visit is not None else None
 
     def _stage_times(self) -> StageTimes:
-        """Seconds between the steps made: whole body, parsed, located, reserved, connected."""
+        """Seconds between the steps made: whole body, parsed, located, reserved (less the wait), connected."""
         located_at, work = self._located_at, self._work
         reserved_at, connected_at = work.reserved_at or located_at, work.connected_at or located_at
         return StageTimes(
             self._parsed_at - self._started_at,
             located_at - self._parsed_at,
-            reserved_at - located_at,
-            0.0,
+            reserved_at - located_at - (work.queued_s if work.reserved_at is not None else 0.0),
+            work.queued_s,
             connected_at - reserved_at,
         )
 

@@ -13,8 +13,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from gateway.admission import AdmissionSettings
 from gateway.edge.auth import Keys
 from gateway.edge.responses import Cors
+from gateway.edge.turns import Turns
 from gateway.errors import BadRequest
 from gateway.prefix import PromptHasher
 from gateway.records import Endpoint, Outcome, WorkerSpec
@@ -119,6 +121,7 @@ class EdgeSettings:
     session_header: bytes = b"x-session-id"
     session_field: str | None = None
     debug_token: bytes = field(default=b"", repr=False)
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
 
 
 class Edge:
@@ -155,6 +158,7 @@ class Edge:
         self.settings = settings or EdgeSettings(timeouts=PhaseTimeouts(upstream.timeouts))
         self.shadows: Shadows | None = None
         """Gets copies of requests where a model has a shadow."""
+        self.turns = Turns(router, clock, self.settings.admission)
         self.deadlines = Deadlines(clock, tick_s=tick_s)
         self.exchanges: set[Exchange] = set()
         self.connections = 0
@@ -173,6 +177,7 @@ class Edge:
     def apply(self, settings: EdgeSettings) -> None:
         """From the next request on; those that have begun keep what they began with."""
         self.settings = settings
+        self.turns.admission.apply(settings.admission)
 
     def cut(self) -> None:
         """The drain limit has passed: end every open request now."""

@@ -6,13 +6,14 @@ from random import Random
 
 from gateway.policy.pick import pick
 from gateway.policy.seam import Ask, Candidates, Load, Policy, Row, View
-from gateway.policy.seconds import Prices, Seconds, Weights
+from gateway.policy.seconds import OWN_EXTRA_HOLDING, Prices, Seconds, Weights
 from gateway.policy.simple import LEADING_TOKENS, LeastLoad, LMetric, PrefixHash, RoundRobin, TwoChoices, Uniform
 
 POLICY_NAMES = ("seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash", "lmetric")
 
 __all__ = [
     "LEADING_TOKENS",
+    "OWN_EXTRA_HOLDING",
     "POLICY_NAMES",
     "Ask",
     "Candidates",

@@ -151,6 +151,12 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def wait_weight(self) -> float:
+        """What a second until the prefill could start adds to the cost; 0 where costs are no seconds. Then a request
+        is held back only for want of room, never because its worker is busy for a while."""
+        ...
+
     def score(self, ask: Ask, view: View, now: float) -> list[Row]:
         """One row for every candidate, in the order of `view`."""
         ...

@@ -26,6 +26,7 @@ Mirrokni, Thorup and Zadimoghaddam, 2018)."""
 
 class _ExactTies:
     __slots__ = ()
+    wait_weight = 0.0
 
     def near(self, best: Terms, *, cold: bool) -> float:
         return _EXACT

@@ -3,6 +3,7 @@
 from gateway.pool.eligible import Excluded, admits, eligible
 from gateway.pool.fleet import ANY_MODEL, MAX_WORKERS, Fleet, FleetSettings, Pool, ServedModel
 from gateway.pool.health import Breaker, HealthSettings, RetryBudget, WorkerState
+from gateway.pool.line import AGEING, Line, PriorityClass
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
 from gateway.pool.routes import Route, Routes, Shadow, Version
 from gateway.pool.sessions import Sessions, session_digest
@@ -10,6 +11,7 @@ from gateway.pool.shards import Shard, ShardSettings, order
 from gateway.pool.worker import NOTHING_SENT, STALE_S, Reservation, Sent, Worker
 
 __all__ = [
+    "AGEING",
     "ANY_MODEL",
     "MAX_WORKERS",
     "NOTHING_SENT",
@@ -20,9 +22,11 @@ __all__ = [
     "FleetSettings",
     "HealthSettings",
     "InterTokenRates",
+    "Line",
     "Pool",
     "PoolRates",
     "PrefillRates",
+    "PriorityClass",
     "Reservation",
     "RetryBudget",
     "Route",

@@ -32,6 +32,8 @@ def eligible(
     guarded = pool.for_tenants or request.labels is not None
     if guarded:
         workers, excluded = _admitting(workers, excluded, request)
+        if not workers:  # all of theirs have what they should have
+            workers = _admitting(pool.spare, (), request)[0]
     if tried:
         excluded += tuple((worker.id, "tried") for worker in workers if worker.id in tried)
         workers = [worker for worker in workers if worker.id not in tried]

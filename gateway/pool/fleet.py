@@ -27,6 +27,7 @@ from typing import NamedTuple
 from gateway.errors import FleetFull
 from gateway.pool.health import Evidence, Health, HealthSettings, RetryBudget, WorkerState, evidence_of
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
+from gateway.pool.room import Room
 from gateway.pool.shards import NOBODY, Shard, ShardSettings, assign
 from gateway.pool.trust import MISS_THRESHOLD, Trust
 from gateway.pool.worker import STALE_S, Reservation, Worker
@@ -59,7 +60,7 @@ class Pool:
 
     __slots__ = (
         "_shard_of", "adapter", "block_size", "everybody", "for_tenants", "model", "name", "not_ready", "panic",
-        "rates", "retries", "sharding", "shards", "shortest", "spare", "spilled", "workers",
+        "rates", "retries", "saturated", "sharding", "shards", "shortest", "spare", "spilled", "workers",
     )  # fmt: skip
 
     def __init__(
@@ -90,7 +91,9 @@ class Pool:
         self.not_ready: tuple[tuple[WorkerId, str], ...] = ()
         """The others, with the reason."""
         self.spare: tuple[Worker, ...] = ()
-        """Workers in a slow start that have all they may have: only for a request that failed on the others."""
+        """Workers that have all they may have: only for a request that failed on the others."""
+        self.saturated = False
+        """Every worker has as many requests as it should have."""
         self.panic = False
         """Too many are ejected for the rest to do the work: ejected ones are used too."""
         self.for_tenants = False
@@ -125,17 +128,20 @@ class Pool:
     def renew(self, panic_ratio: float) -> None:
         """The state of a worker has changed: who may get requests now?
 
-        Those that are ready or degraded and not at the limit of a slow start; where there are none, those at the
-        limit. When more than `panic_ratio` of those an operator left in are ejected, all of them.
+        Those that are ready or degraded and have room; where there are none, those at the limit of a slow start, and
+        then those with as many requests as they should have. When more than `panic_ratio` of those an operator left in
+        are ejected, all of them.
         """
         reasons = [(worker, _unfit(worker)) for worker in self.workers]
-        fit = [worker for worker, reason in reasons if reason in (None, _EJECTED, _FULL)]
+        fit = [worker for worker, reason in reasons if reason in (None, _EJECTED, _FULL, _BUSY)]
         ejected = sum(reason == _EJECTED for _, reason in reasons)
         self.panic = ejected > panic_ratio * len(fit)
         free = [worker for worker, reason in reasons if reason is None]
         full = [worker for worker, reason in reasons if reason == _FULL]
-        self.everybody = Shard.of(fit if self.panic else free or full)
-        self.spare = () if self.panic or not free else tuple(full)
+        busy = [worker for worker, reason in reasons if reason == _BUSY]
+        self.everybody = Shard.of(fit if self.panic else free or full or busy)
+        self.spare = () if self.panic else tuple(worker for worker in (*full, *busy) if worker not in self.ready)
+        self.saturated = bool(self.ready) and all(worker.full for worker in self.ready)
         self.not_ready = tuple(
             (worker.id, reason) for worker, reason in reasons if reason is not None and worker not in self.ready
         )
@@ -155,6 +161,7 @@ _WAITS_FORGOTTEN = 0.05
 
 _EJECTED = WorkerState.EJECTED.value
 _FULL = "slow_start"
+_BUSY = "max_inflight"
 _SERVING = (WorkerState.READY, WorkerState.DEGRADED)
 
 
@@ -163,14 +170,17 @@ def _unfit(worker: Worker) -> str | None:
         return f"role_{worker.spec.role.value}"
     if worker.state not in _SERVING:
         return worker.state.value
-    return _FULL if worker.health.full else None
+    if worker.health.full:
+        return _FULL
+    return _BUSY if worker.full else None
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
     """`block_sizes` gives configured block sizes by base model name; a load sample older than `stale_s` is forgotten.
     `miss_threshold` is the route-miss rate above which a worker's refresh is tightened. `health` says when a worker is
-    ejected, `retry_ratio` how many retries a pool may make, `sharding` when a pool is split."""
+    ejected, `retry_ratio` how many retries a pool may make, `sharding` when a pool is split, `max_inflight` how many
+    requests a worker should have at a time (None: learned)."""
 
     block_sizes: Mapping[str, int] = field(default_factory=dict)
     stale_s: float = STALE_S
@@ -178,6 +188,7 @@ class FleetSettings:
     health: HealthSettings = field(default_factory=HealthSettings)
     retry_ratio: float = 0.2
     sharding: ShardSettings = field(default_factory=ShardSettings)
+    max_inflight: int | None = None
 
 
 class Fleet:
@@ -229,6 +240,7 @@ class Fleet:
                 stale_s=self.settings.stale_s,
             )
             worker.belief = Trust(threshold=self.settings.miss_threshold)
+            worker.room = Room(self.settings.max_inflight)
         worker.health = Health(self.settings.health, now)
         self._workers[worker.id] = worker
         self._refit_pools()
@@ -270,6 +282,7 @@ class Fleet:
             worker.stale_s = settings.stale_s
             worker.belief.threshold = settings.miss_threshold
             worker.health.settings = settings.health
+            worker.room.configure(settings.max_inflight)
         for pool in self._pools.values():
             pool.retries.ratio = settings.retry_ratio
             pool.sharding = settings.sharding
@@ -279,15 +292,18 @@ class Fleet:
         """A poll of a worker's load; unknown names are ignored."""
         worker = self._workers.get(worker_id)
         if worker is not None:
-            worker.observe(sample, now)
+            with self._moving(worker):
+                worker.observe(sample, now)
 
     def tick(self, now: float) -> None:
         """About twice a second: what depends on time alone is renewed."""
         for worker in self._workers.values():
-            worker.tick(now)
-            if worker.health.watched:  # else time changes nothing
+            if worker.health.watched or worker.full:
                 with self._moving(worker) as health:
+                    worker.tick(now)
                     health.tick(now)
+            else:  # time changes nothing
+                worker.tick(now)
         for rates in self._rates.values():
             rates.forget_waits(_WAITS_FORGOTTEN)
         for pool in self._pools.values():
@@ -381,13 +397,13 @@ class Fleet:
 
     @contextmanager
     def _moving(self, worker: Worker) -> Iterator[Health]:
-        """The pools of a worker are renewed when what happens to its health changes who may get requests."""
+        """The pools of a worker are renewed when what happens to it changes who may get requests."""
         health = worker.health
-        before = health.state, health.full
+        before = health.state, health.full, worker.full
         try:
             yield health
         finally:
-            if (health.state, health.full) != before:
+            if (health.state, health.full, worker.full) != before:
                 for pool in self._pools_of.get(worker.id, ()):
                     pool.renew(self.settings.health.panic_ratio)
 
@@ -397,17 +413,23 @@ class Fleet:
         """A request is placed on `worker`."""
         self._picks += 1
         worker.picked = self._picks
-        worker.reserve(reservation, now)
-        if worker.health.limit is not None:
-            with self._moving(worker) as health:
+        if worker.health.limit is None and worker.room.limit is None:  # nearly always
+            worker.reserve(reservation, now)
+            return
+        with self._moving(worker) as health:
+            worker.reserve(reservation, now)
+            if health.limit is not None:
                 health.sent()
 
     def release(self, worker: Worker, reservation: Reservation, now: float) -> None:
         """It is over. The last one of a worker that has left frees the worker's slot."""
-        if worker.health.limit is not None and reservation.open:
+        if worker.health.limit is None and worker.room.limit is None:
+            worker.release(reservation, now)
+        else:
             with self._moving(worker) as health:
-                health.over(sent_at=reservation.sent_at)
-        worker.release(reservation, now)
+                if health.limit is not None and reservation.open:
+                    health.over(sent_at=reservation.sent_at)
+                worker.release(reservation, now)
         if self._leaving:
             self._free_slot(worker)
 

@@ -195,6 +195,11 @@ class PoolRates:
         self._text_tokens = _TEXT_PRIOR_TOKENS
 
     @property
+    def warm(self) -> bool:
+        """Enough has been seen to wait for what they say: until then they are a guess about unknown hardware."""
+        return self._prefill.warm
+
+    @property
     def samples(self) -> int:
         """Prefill observations so far."""
         return self._prefill.samples

@@ -5,7 +5,8 @@ Rules:
    is the sum over open reservations, always; nothing else writes these numbers.
 2. The attributes the score reads are plain numbers, brought up to date when something changes, not when a request asks.
 3. `pending` are requests sent whose prefill is not over, in order of sending. The head is being computed since
-   `head_since`; what is ahead of a new request is their estimated seconds less what has run of the head's.
+   `head_since`; what is ahead of a new request is their estimated seconds less what has run of the head's. A head that
+   is late is expected to be as late again: so a worker that hangs becomes dearer with time.
 4. A request without a stream shows no first byte when its prefill ends. It counts as prefilled once its estimate has
    run out at the head (`settle_due`).
 5. KV room is the last poll plus what we placed and ended since. A poll older than `stale_s` says nothing: then only
@@ -31,6 +32,7 @@ from typing import NamedTuple
 from gateway.pool.evidence import Check
 from gateway.pool.health import Health, WorkerState
 from gateway.pool.rates import PoolRates, Slowdown
+from gateway.pool.room import Room
 from gateway.pool.trust import Trust
 from gateway.records import Finding, LoadSample, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
 
@@ -48,6 +50,9 @@ _HIT_PRIOR = 0.5
 
 _CROWDED = 0.9
 """KV occupancy above which a first byte may have waited for room and says nothing about speed."""
+
+_OVERDUE, _OVERDUE_S = 2.0, 0.5
+"""A prefill that has taken this much times its estimate, and this much more, is not what others wait for."""
 
 _LEAST_WEIGHT = 1e-3
 
@@ -174,6 +179,7 @@ class Worker:
     """What `trust` is made of."""
     others: Sent = NOTHING_SENT
     """What the other replicas have sent, all together."""
+    room: Room = field(default_factory=Room)
 
     _own_s: float = 0.0
     _own_head_s: float = 0.0
@@ -208,6 +214,28 @@ class Worker:
     def reason(self) -> str | None:
         """Why it is not ready, for people."""
         return self.health.reason
+
+    @property
+    def full(self) -> bool:
+        """It has as many requests as it should have."""
+        limit = self.room.limit
+        return limit is not None and self.inflight_requests + self.foreign_requests >= limit
+
+    def wait_s(self, now: float) -> float:
+        """Estimated seconds until a new request's prefill could start here: the `wait` of the score, which has the same
+        arithmetic in its loop."""
+        wait = 0.0
+        if self.pending_s:
+            ran, head_s = now - self.head_since, self.head_s
+            wait = self.pending_s + (ran - 2 * head_s if ran > head_s else -ran)
+        if self.foreign_s:
+            wait += max(0.0, self.foreign_s - (now - self.foreign_since))
+        return wait
+
+    def wait_falls_for_s(self, now: float) -> float:
+        """For how long that will go on falling by itself; afterwards something has to happen first."""
+        head = self.head_s - (now - self.head_since) if self.pending_s else 0.0
+        return max(head, self.foreign_s - (now - self.foreign_since), 0.0)
 
     # ---------------------------------------------------------------- reservations
 
@@ -402,6 +430,9 @@ class Worker:
         if before is not None:
             self._observe_hits(before, sample)
         self._observe_foreign(sample, now)
+        late = self.pending_s > 0.0 and now - self.head_since > _OVERDUE * self.head_s + _OVERDUE_S
+        explained = not late and sample.waiting <= len(self._pending) + self.others.requests
+        self.room.observe(sample, inflight=self.inflight_requests + self.foreign_requests, explained=explained)
         self._refresh(now)
 
     def _observe_hits(self, before: LoadSample, sample: LoadSample) -> None:
@@ -437,6 +468,7 @@ class Worker:
             self.load = self.loaded_at = self._polled_kv = None
             self.foreign_s = self._beyond = self._foreign_seen = 0.0
             self.foreign_requests = float(self.others.requests)
+            self.room.forget()
         self.belief.tick(now)
         self.trust = self.belief.factor
         self._refresh(now)

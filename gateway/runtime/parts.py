@@ -9,9 +9,10 @@ from dataclasses import replace
 from random import Random
 
 from gateway.admin import AdminSettings
+from gateway.admission import AdmissionSettings
 from gateway.edge import Cors, EdgeLimits, EdgeSettings, Keys, PhaseTimeouts
 from gateway.kv import LEARNED_BYTES, ApproximateSettings
-from gateway.policy import Policy, Prices, Weights, make_policy
+from gateway.policy import OWN_EXTRA_HOLDING, Policy, Prices, Weights, make_policy
 from gateway.pool import STALE_S, FleetSettings, HealthSettings, ShardSettings
 from gateway.router import RouterSettings
 from gateway.settings import Settings
@@ -37,6 +38,7 @@ def fleet_settings(settings: Settings) -> FleetSettings:
         ),
         retry_ratio=settings.retries.budget_ratio,
         sharding=ShardSettings(settings.routing.shards, settings.routing.shard_workers),
+        max_inflight=None if settings.admission.max_inflight == "auto" else settings.admission.max_inflight,
     )
 
 
@@ -56,6 +58,9 @@ def policy(settings: Settings, *, rng: Random) -> Policy:
     given = {"alpha": routing.alpha, "beta": routing.beta, "gamma": routing.gamma}
     weights = replace(Weights(), **{name: weight for name, weight in given.items() if weight != "auto"})
     prices = Prices(affinity_s=routing.affinity.credit_s)
+    if routing.hold_s:
+        # Less work is queued on workers, so the work of one delays fewer others.
+        prices = replace(prices, own_extra=OWN_EXTRA_HOLDING)
     return make_policy(routing.policy, rng=rng, weights=weights, prices=prices)
 
 
@@ -113,6 +118,11 @@ def edge_settings(settings: Settings, keys: Keys | None) -> EdgeSettings:
         receipts=server.receipts,
         session_header=affinity.header.lower().encode(),
         session_field=affinity.body_field,
+        admission=AdmissionSettings(
+            hold_s=settings.routing.hold_s,
+            queue_size=settings.admission.queue_size,
+            queue_timeout_s=settings.admission.queue_timeout_s,
+        ),
         debug_token=b"" if token is None else token.get_secret_value().encode(),
     )
 

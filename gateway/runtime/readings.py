@@ -110,8 +110,19 @@ class GatewayReadings:
 
     def pools(self) -> Iterable[PoolReading]:
         """Every served model."""
+        admission = self._edge.turns.admission
         for name, pool in self._fleet.pools.items():
-            yield PoolReading(name, len(pool.ready), pool.panic, pool.retries.refused, pool.spilled)
+            yield PoolReading(
+                name,
+                len(pool.ready),
+                pool.panic,
+                pool.retries.refused,
+                pool.spilled,
+                queued={rank.value: depth for rank, depth in admission.depth(name).items()},
+                queued_tenants=admission.tenants(name),
+                drain_s=admission.drain_s(name, self._clock()),
+                shed=admission.shed_of(name),
+            )
 
     def prefixes(self) -> Iterable[PrefixReading]:
         """Every served name that had answers."""

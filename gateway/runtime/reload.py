@@ -37,6 +37,7 @@ LIVE = (
     "workers",
     "discovery",
     "routing",
+    "admission",
     "index",
     "timeouts",
     "retries",

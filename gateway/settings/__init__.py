@@ -26,6 +26,7 @@ from gateway.settings.fleet import (
 from gateway.settings.replicas import RedisSettings
 from gateway.settings.requests import (
     POLICIES,
+    AdmissionSettings,
     AffinitySettings,
     IndexSettings,
     PhaseSettings,
@@ -42,6 +43,7 @@ __all__ = [
     "ENV_PREFIX",
     "POLICIES",
     "WHY",
+    "AdmissionSettings",
     "AffinitySettings",
     "AuthSettings",
     "DiscoverySettings",

@@ -50,6 +50,15 @@ class RoutingSettings(Section):
     alpha: Weight = Field("auto", description="Scales what a hit saves; auto is 1 on learned rates.")
     beta: Weight = Field("auto", description="Scales the wait; auto is 1.")
     gamma: Weight = Field("auto", description="Scales the prices of decode, eviction and occupancy; auto is 1.")
+    hold_s: float = Field(
+        0.2,
+        ge=0,
+        le=60,
+        allow_inf_nan=False,
+        description="A request waits at the gateway rather than on a worker that is busy for longer; 0: only when "
+        "every worker has as many requests as it should have.",
+        json_schema_extra=why("measured: 0.05 to 0.4 are alike; a worker always has its next request at hand"),
+    )
     speculative_ttl_s: Seconds = Field(
         2,
         description="How long a sent prompt counts as held without an event.",
@@ -83,6 +92,28 @@ class RoutingSettings(Section):
         if self.shards > 1 and self.policy != "seconds":
             raise ValueError("`shards` compares costs in seconds: leave it out, or use the policy `seconds`")
         return self
+
+
+class AdmissionSettings(Section):
+    """Requests that wait at the gateway because no worker can start them (`docs/concepts/queue.md`)."""
+
+    max_inflight: Literal["auto"] | Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        "auto",
+        description="Requests a worker should have at a time; auto learns it from what the worker ran when it had no "
+        "room for more.",
+    )
+    queue_size: int = Field(
+        1000,
+        ge=1,
+        le=1_000_000,
+        description="Requests that may wait for one model; more get 429 with Retry-After.",
+        json_schema_extra=why("more than a fleet works off while anybody still waits for an answer"),
+    )
+    queue_timeout_s: Seconds = Field(
+        60,
+        description="How long one may wait; then it gets 503 with Retry-After.",
+        json_schema_extra=why("people are gone by then; batch clients come again"),
+    )
 
 
 class IndexSettings(Section):

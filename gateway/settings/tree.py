@@ -11,7 +11,7 @@ from gateway.records import WorkerSpec
 from gateway.settings.discovery import DiscoverySettings
 from gateway.settings.fleet import HealthSettings, LoadSettings, ModelSettings, WorkerSettings
 from gateway.settings.replicas import RedisSettings
-from gateway.settings.requests import IndexSettings, RetrySettings, RoutingSettings, TimeoutSettings
+from gateway.settings.requests import AdmissionSettings, IndexSettings, RetrySettings, RoutingSettings, TimeoutSettings
 from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, is_loopback
 
 ENV_PREFIX = "KVGATE_"
@@ -35,6 +35,7 @@ class Settings(BaseSettings):
     discovery: DiscoverySettings = DiscoverySettings()
     worker_tls: WorkerTls = WorkerTls()
     routing: RoutingSettings = RoutingSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     index: IndexSettings = IndexSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     retries: RetrySettings = RetrySettings()

@@ -16,12 +16,15 @@ Rules:
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from gateway import keys
+from gateway.admission import Admission, AdmissionSettings
+from gateway.errors import GatewayError, QueueFull
 from gateway.kv import KvIndex
 from gateway.kv.events import KvEvent
 from gateway.kv.events import Removed as BlocksRemoved
@@ -67,7 +70,7 @@ _MODEL = "trace"
 _RANK = 0
 _EXPIRE_S = 0.5
 
-_ARRIVAL, _ENGINE, _POLL, _EXPIRE, _EVENTS, _CHANGE = range(6)
+_ARRIVAL, _ENGINE, _POLL, _EXPIRE, _EVENTS, _CHANGE, _PUMP = range(7)
 """Kinds on the agenda. At one instant the order of entry decides."""
 
 
@@ -92,6 +95,8 @@ class ReplayReport:
     utilisation: float
     shares: tuple[float, ...]
     """Each worker's share of the requests."""
+    refused: int = 0
+    """Requests turned away, those included that their sessions would have made afterwards."""
 
 
 @dataclass(slots=True)
@@ -103,6 +108,21 @@ class _Flight:
     arrived_at: float
     cached_tokens: int = 0
     first_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    """One request that waits at the gateway."""
+
+    replay: Replay
+    turn: Turn
+    arrived_at: float
+
+    def placed(self, lease: Lease) -> None:
+        self.replay.begin(self.turn, lease, self.arrived_at)
+
+    def refused(self, error: GatewayError) -> None:
+        self.replay.turn_away(self.turn)
 
 
 @dataclass(slots=True)
@@ -145,6 +165,8 @@ class Replay:
     `speeds` gives each engine's speed, all 1 by default. `priors` are the speeds the gateway assumes at the start.
     `sessions` says whether requests carry their session's name, `sharding` when the pool is split. `changes` are made
     at their times, in seconds: they may look at the run, call `join` and `set_speed`.
+    With `admission` requests wait at the gateway as they do in service; without, every one is placed on arrival.
+    `max_inflight` as in `FleetSettings`.
     """
 
     def __init__(
@@ -164,10 +186,20 @@ class Replay:
         sharding: ShardSettings | None = None,
         event_delay_s: float = 0.0,
         changes: Sequence[tuple[float, Callable[[Replay], None]]] = (),
+        admission: AdmissionSettings | None = None,
+        max_inflight: int | None = None,
     ) -> None:
-        self.fleet = Fleet(FleetSettings(sharding=sharding or ShardSettings()), priors=priors)
+        self.fleet = Fleet(
+            FleetSettings(sharding=sharding or ShardSettings(), max_inflight=max_inflight), priors=priors
+        )
         self.index = KvIndex()
         self.router = Router(self.fleet, self.index, policy, rng=Random(seed), settings=settings)
+        self.admission: Admission | None = None
+        if admission is not None:
+            self.admission = Admission(self.router, self._wake, settings=admission)
+        self._refused = 0
+        self._pump_wanted = False
+        self._pumps = 0
         self._turns = turns
         self._poll_s = poll_s
         self._name_sessions = sessions
@@ -219,7 +251,7 @@ class Replay:
         self._enter(0.0, _EXPIRE)
         for number, (at, _) in enumerate(self._changes):
             self._enter(at, _CHANGE, number)
-        while len(self.outcomes) < left:
+        while len(self.outcomes) + self._refused < left:
             self._now, _, kind, number, version = heapq.heappop(self._agenda)
             if kind == _ARRIVAL:
                 self._arrive(self._turns[number])
@@ -234,9 +266,13 @@ class Replay:
                 self.index.apply(self._stations[number].worker.slot, _RANK, [self._late.popleft()])
             elif kind == _CHANGE:
                 self._changes[number][1](self)
-            else:
+            elif kind == _EXPIRE:
                 self.router.expire(self._now)
                 self._enter(self._now + _EXPIRE_S, _EXPIRE)
+            elif version == self._pumps:
+                self._pump_wanted = True
+            while self._pump_wanted:
+                self._pump()
         return self._report()
 
     def _enter(self, at: float, kind: int, number: int = 0, version: int = 0) -> None:
@@ -250,8 +286,37 @@ class Replay:
         request = InferenceRequest(
             Endpoint.COMPLETIONS, str(turn.number), _MODEL, NoPrompt("trace"), stream=True, session=session
         )
-        lease = self.router.route(request, self._blocks.chain(turn), self._now)
-        self._flights[turn.number] = _Flight(turn, lease, self._now)
+        blocks = self._blocks.chain(turn)
+        if self.admission is None:
+            self.begin(turn, self.router.route(request, blocks, self._now), self._now)
+            return
+        waiter = _Waiter(self, turn, self._now)
+        try:
+            self.admission.admit(request, blocks, self._now, until=math.inf, waiter=waiter)
+        except QueueFull as error:
+            waiter.refused(error)
+
+    def _wake(self) -> None:
+        self._pump_wanted = True
+
+    def _pump(self) -> None:
+        self._pump_wanted = False
+        self._pumps += 1
+        assert self.admission is not None
+        again = self.admission.pump(self._now)
+        if again is not None:
+            self._enter(again, _PUMP, 0, self._pumps)
+
+    def turn_away(self, turn: Turn) -> None:
+        """A request has waited too long or had no place to wait; what its session would have asked next is not."""
+        following: int | None = turn.number
+        while following is not None:
+            self._refused += 1
+            following = self._next.get(following)
+
+    def begin(self, turn: Turn, lease: Lease, arrived_at: float) -> None:
+        """A request has its worker."""
+        self._flights[turn.number] = _Flight(turn, lease, arrived_at)
         station = self._stations[lease.worker.slot]
         happenings = station.engine.submit(
             turn.number,
@@ -346,6 +411,7 @@ class Replay:
             imbalance=max(busy) / (sum(busy) / len(busy)),
             utilisation=sum(busy) / len(busy) / span,
             shares=tuple(number / count for number in placed),
+            refused=self._refused,
         )
 
 

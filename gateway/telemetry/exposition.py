@@ -67,6 +67,12 @@ class Exposition:
         yield from self._write_requests(page)
         yield from _write_workers(page, workers)
         yield from page.family(m.RETRIES_REFUSED, [((pool.model,), pool.retries_refused) for pool in pools])
+        yield from page.family(
+            m.QUEUE_DEPTH, [((pool.model, name), depth) for pool in pools for name, depth in pool.queued.items()]
+        )
+        yield from page.family(
+            m.SHED, [((pool.model, reason), count) for pool in pools for reason, count in pool.shed.items()]
+        )
         yield from page.family(m.POOL_READY, [((pool.model,), pool.ready) for pool in pools])
         yield from page.family(m.POOL_PANIC, [((pool.model,), int(pool.panic)) for pool in pools])
         yield from page.family(m.SHARD_SPILLS, [((pool.model,), pool.spilled) for pool in pools])
@@ -101,6 +107,7 @@ class Exposition:
         yield from page.histograms(
             m.OVERHEAD_SECONDS, [((stage,), seconds) for stage, seconds in requests.stages.items()]
         )
+        yield from page.histograms(m.QUEUE_SECONDS, [((), requests.queue)])
         yield from page.family(m.PROMPT_TOKENS, [(s.labels, s.prompt) for s in sent])
         yield from page.family(m.AVAILABLE_TOKENS, [(s.labels, s.available) for s in sent])
         yield from page.family(m.PREDICTED_TOKENS, [(s.labels, s.predicted) for s in sent])

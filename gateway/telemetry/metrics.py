@@ -120,6 +120,19 @@ RETRIES_REFUSED = _spec(
     ("model",),
     "Retries that were not made because the pool's budget was spent (retries.budget_ratio).",
 )
+QUEUE_DEPTH = _spec(
+    "queue_depth",
+    Kind.GAUGE,
+    ("pool", "class"),
+    "Requests that wait at the gateway for a worker, by model and priority class (high, normal, low).",
+)
+QUEUE_SECONDS = _spec("queue_seconds", Kind.HISTOGRAM, (), "How long requests waited that had to wait, also in vain.")
+SHED = _spec(
+    "shed_total",
+    Kind.COUNTER,
+    ("pool", "reason"),
+    "Requests sent away from the queue of a model: queue_full, queue_timeout, deadline_exceeded, no_worker.",
+)
 POOL_READY = _spec("pool_ready_workers", Kind.GAUGE, ("model",), "Workers that may get requests for the model.")
 POOL_PANIC = _spec(
     "pool_panic",
@@ -363,6 +376,9 @@ METRICS: tuple[MetricSpec, ...] = (
     REQUEST_RESULTS,
     RETRIES,
     RETRIES_REFUSED,
+    QUEUE_DEPTH,
+    QUEUE_SECONDS,
+    SHED,
     POOL_READY,
     POOL_PANIC,
     SHARD_SPILLS,

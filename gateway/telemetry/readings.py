@@ -111,13 +111,18 @@ class IndexReading:
 @dataclass(frozen=True, slots=True)
 class PoolReading:
     """The workers of one served model: how many may get requests, whether ejected ones are used for want of others,
-    how many retries its budget refused, and how many requests left the shard of their prefix."""
+    how many retries its budget refused, how many requests left the shard of their prefix, how many wait, by class
+    and by tenant, how long until those have a worker, and how many were sent away from the queue by reason."""
 
     model: str
     ready: int
     panic: bool
     retries_refused: int
     spilled: int = 0
+    queued: Mapping[str, int] = field(default_factory=dict)
+    queued_tenants: Mapping[str, int] = field(default_factory=dict)
+    drain_s: float = 0.0
+    shed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

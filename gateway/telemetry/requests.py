@@ -29,6 +29,8 @@ TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3,
 """A full hit on an idle worker to the first-byte deadline; dense where objectives are set, 0.2 to 5 s."""
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
 """A small model alone to a worker that swaps."""
+QUEUE_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
+"""A moment between two prefills to the longest wait (`admission.queue_timeout_s`), with room above."""
 OVERHEAD_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 """10 us (a short body) to a second (a queue); the budgets of 1 ms and 5 ms are bounds."""
 
@@ -98,6 +100,7 @@ class RequestMetrics:
         self._max_series = max_series
         self._series: dict[tuple[str, str, WorkerId | None], RequestSeries] = {}
         self.stages = {stage: Histogram(OVERHEAD_BOUNDS) for stage in STAGES}
+        self.queue = Histogram(QUEUE_BOUNDS)
         self._stage_list = tuple(self.stages.values())
         self.predictions: dict[WorkerId, int] = {}
         self.misses: dict[tuple[WorkerId, str], int] = {}
@@ -130,6 +133,8 @@ class RequestMetrics:
             for histogram, seconds in zip(self._stage_list, outcome.stages, strict=True):
                 if seconds > 0.0:
                     histogram.observe(seconds)
+            if outcome.stages.queue_s > 0.0:
+                self.queue.observe(outcome.stages.queue_s)
         if worker is None:
             return
         self.modes[outcome.mode] = self.modes.get(outcome.mode, 0) + 1

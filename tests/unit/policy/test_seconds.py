@@ -29,10 +29,11 @@ def test_own_is_prefill_of_the_new_tokens_with_attention_over_the_cached() -> No
     assert warm.cost == pytest.approx(1.25 * warm.own_s)
 
 
-def test_wait_takes_off_what_has_run_but_never_more_than_the_heads_share() -> None:
+def test_wait_takes_off_what_has_run_and_a_late_head_is_expected_to_be_as_late_again() -> None:
     worker = Stand(pending_s=5.0, head_s=2.0, head_since=10.0)
     assert score(worker, now=11.5).wait_s == pytest.approx(3.5)
-    assert score(worker, now=99.0).wait_s == pytest.approx(3.0)
+    assert score(worker, now=12.0).wait_s == pytest.approx(3.0)
+    assert score(worker, now=13.5).wait_s == pytest.approx(4.5)
 
 
 def test_other_clients_queue_runs_down_with_time() -> None:

@@ -12,7 +12,8 @@ from random import Random
 
 import pytest
 
-from gateway.policy import make_policy
+from gateway.admission import AdmissionSettings
+from gateway.policy import Prices, make_policy
 from gateway.pool import InterTokenRates, PrefillRates
 from gateway.sim.engine import PRESETS
 from gateway.sim.replay import Replay, ReplayReport
@@ -24,10 +25,23 @@ SECONDS_HIT, SECONDS_MEAN_S = 0.066, 2.87
 ROUND_ROBIN_HIT, ROUND_ROBIN_MEAN_S = 0.052, 8.56
 
 
-def replay(policy: str = "seconds", *, priors: tuple[PrefillRates, InterTokenRates] | None = None) -> ReplayReport:
+NO_LIMIT = 1_000_000
+FOR_EVER = AdmissionSettings(queue_size=100_000, queue_timeout_s=1e9)
+"""Everybody gets a worker in the end, as in the reference."""
+
+
+def replay(
+    policy: str = "seconds",
+    *,
+    priors: tuple[PrefillRates, InterTokenRates] | None = None,
+    max_inflight: int | None = None,
+) -> ReplayReport:
     turns = arrivals(read_trace(TRACE), block_size=512, rate=0.58)
     chosen = make_policy(policy, rng=Random(1))
-    return Replay(turns, policy=chosen, model=PRESETS["70b"], block_size=512, workers=4, priors=priors).run()
+    return Replay(
+        turns, policy=chosen, model=PRESETS["70b"], block_size=512, workers=4, priors=priors,
+        max_inflight=max_inflight,
+    ).run()  # fmt: skip
 
 
 def test_learned_speeds_match_the_reference_that_knows_them() -> None:
@@ -56,8 +70,28 @@ def test_whole_traces_match_the_reference(
     assert report.hit == pytest.approx(hit, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("file", "block_size", "preset", "rate", "rows", "mean_s", "now_s"),
+    [
+        ("mooncake_conversation_a", 512, "70b", 1.276, None, 1.64, 1.74),
+        ("sharegpt_a", 64, "7b-a10", 10.473, 9000, 5.64, 5.78),
+    ],
+)
+def test_holding_at_the_gateway_matches_the_reference_and_is_better_than_deciding_at_once(
+    file: str, block_size: int, preset: str, rate: float, rows: int | None, mean_s: float, now_s: float
+) -> None:
+    turns = arrivals(read_trace(TRACE.parent / f"{file}.jsonl.gz"), block_size=block_size, rate=rate, max_rows=rows)
+    policy = make_policy("seconds", rng=Random(1), prices=Prices(own_extra=0.1))
+    report = Replay(
+        turns, policy=policy, model=PRESETS[preset], block_size=block_size, workers=8, admission=FOR_EVER
+    ).run()
+    assert report.refused == 0
+    assert report.ttft_mean_s == pytest.approx(mean_s, rel=0.03)
+    assert report.ttft_mean_s < now_s
+
+
 def test_the_simulated_engines_match_the_reference_where_no_score_is_involved() -> None:
-    report = replay("round_robin")
+    report = replay("round_robin", max_inflight=NO_LIMIT)
     assert report.ttft_mean_s == pytest.approx(ROUND_ROBIN_MEAN_S, rel=0.005)
     assert report.hit == pytest.approx(ROUND_ROBIN_HIT, abs=0.001)
 
@@ -113,7 +147,7 @@ def test_a_slow_worker_is_found_out() -> None:
     turns = arrivals(read_trace(TRACE), block_size=512, rate=0.4)
     run = Replay(
         turns, policy=make_policy("seconds", rng=Random(1)), model=PRESETS["70b"], block_size=512, workers=4,
-        speeds=[0.1, 1.0, 1.0, 1.0],
+        speeds=[0.1, 1.0, 1.0, 1.0], admission=FOR_EVER,
     )  # fmt: skip
     report = run.run()
     slowdowns = [worker.slowdown for worker in run.fleet.workers.values()]

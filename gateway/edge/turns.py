@@ -1,0 +1,66 @@
+"""Calls the admission's pump when something has changed, and when time alone changes something.
+
+Several changes in one turn of the loop are one call. No timer runs while nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from gateway.admission import Admission, AdmissionSettings
+from gateway.errors import GatewayError
+from gateway.leases import Lease
+from gateway.router import Router
+
+
+class Turns:
+    """The line of requests at the gateway, on the event loop."""
+
+    __slots__ = ("_clock", "_soon", "_timer", "admission")
+
+    def __init__(self, router: Router, clock: Callable[[], float], settings: AdmissionSettings) -> None:
+        self.admission = Admission(router, self._wake, settings=settings)
+        self._clock = clock
+        self._soon: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def _wake(self) -> None:
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._soon = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = self._clock()
+        again = self.admission.pump(now)
+        if again is not None:
+            self._timer = asyncio.get_running_loop().call_later(again - now, self._pump)
+
+
+class Turn:
+    """One request that waits. `take` gets its lease in the same step in which it is reserved, before the task that
+    waits has run again: whoever ends the request meanwhile finds the lease where it looks for it."""
+
+    __slots__ = ("_done", "_take")
+
+    def __init__(self, take: Callable[[Lease], None]) -> None:
+        self._take = take
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def placed(self, lease: Lease) -> None:
+        """From the admission."""
+        self._take(lease)
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def refused(self, error: GatewayError) -> None:
+        """From the admission."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    async def wait(self) -> None:
+        """Until it has its worker. Raises the error with which it was sent away."""
+        await self._done
