@@ -234,7 +234,7 @@ class _Page:
         while some := list(islice(left, _HISTOGRAMS)):
             for values, histogram in some:
                 text = self._labels(spec.labels, values)
-                front = f"{spec.name}_bucket{{{text},le="
+                front = f"{spec.name}_bucket{{{text}{',' if text else ''}le="
                 running = 0
                 for edge, count in zip(self._edge_texts(histogram.bounds), histogram.counts, strict=True):
                     running += count

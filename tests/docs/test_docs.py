@@ -98,6 +98,7 @@ def test_every_limit_of_a_request_is_told_with_its_default() -> None:
         assert f"{getattr(getattr(settings, section), name):g} s" == default, key
     of_requests = {("timeouts", name) for name in type(settings.timeouts).model_fields if name.endswith("_s")}
     of_requests |= {("server", name) for name in type(settings.server).model_fields if name.endswith("_timeout_s")}
+    of_requests.add(("admission", "queue_timeout_s"))
     assert told == of_requests - {("server", "ready_timeout_s")}
 
 

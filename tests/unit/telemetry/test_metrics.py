@@ -79,7 +79,8 @@ class Numbers:
         return self._feeds
 
     def pools(self) -> Iterable[PoolReading]:
-        return [PoolReading("llama", 2, True, 3)]
+        queued = {"high": 0, "normal": 2, "low": 1}
+        return [PoolReading("llama", 2, True, 3, queued=queued, shed={"queue_full": 4})]
 
     def replicas(self) -> ReplicaReading | None:
         return ReplicaReading(
