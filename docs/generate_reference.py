@@ -7,6 +7,7 @@ python docs/generate_reference.py --check    exit 1 when a page does not agree w
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import typing
 from collections.abc import Iterator
@@ -224,7 +225,9 @@ def admin_page() -> str:
                 lines += ["| parameter | in | type | default | meaning |", "|---|---|---|---|---|", *rows, ""]
             if "requestBody" in operation:
                 (content,) = operation["requestBody"]["content"].values()
-                lines += [f"Body: {_type(content['schema'])}.", ""]
+                examples = [*content["schema"].get("examples", ()), *_values(content)]
+                told = f", for example `{json.dumps(examples[0])}`" if examples else ""
+                lines += [f"Body: {_type(content['schema'])}{told}.", ""]
             lines += [f"Operation `{operation['operationId']}`. Answers: {', '.join(_answers(operation))}."]
     lines += ["", "# Answers"]
     for name, model in schema["components"]["schemas"].items():
@@ -236,6 +239,8 @@ def admin_page() -> str:
             f"| `{field}` | {_type(part)} | {_one_line(part.get('description', ''))} |"
             for field, part in model["properties"].items()
         ]
+        for example in model.get("examples", ()):
+            lines += ["", f"For example `{json.dumps(example)}`."]
     return "\n".join(lines) + "\n"
 
 
@@ -257,6 +262,10 @@ def _admin_schema() -> dict[str, typing.Any]:
         settings=nothing,
     )
     return admin_app(views).openapi()
+
+
+def _values(content: dict[str, typing.Any]) -> Iterator[typing.Any]:
+    yield from (one["value"] for one in content.get("examples", {}).values())
 
 
 def _parameter(parameter: dict[str, typing.Any]) -> str:

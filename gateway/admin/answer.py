@@ -16,12 +16,18 @@ from typing import TypeVar
 
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict
+from pydantic.config import JsonValue
 
 
 class Answer(BaseModel):
     """Base of every answer. Fields that a newer gateway adds are ignored by an older client."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, frozen=True)
+
+
+def example(**fields: JsonValue) -> ConfigDict:
+    """Configuration of an answer with an example for the schema and its page."""
+    return ConfigDict(json_schema_extra={"examples": [fields]})
 
 
 _Row = TypeVar("_Row")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gateway.admin.answer import Answer
+from gateway.admin.answer import Answer, example
 from gateway.leases import Recent
 from gateway.pool.misses import Forgone, forgone
 from gateway.records import Decision, MissCause, Outcome, Result
@@ -12,6 +12,19 @@ from gateway.records import Decision, MissCause, Outcome, Result
 
 class TermsAnswer(Answer):
     """A worker's cost for the request, in seconds, and its parts."""
+
+    model_config = example(
+        cost=0.1322,
+        hit_s=0.7131,
+        wait_s=0.0,
+        own_s=0.022,
+        decode_s=0.0,
+        evict_s=0.0,
+        kv_s=0.1246,
+        affinity_s=0.02,
+        repeat_s=0.0,
+        idle_s=0.0,
+    )
 
     cost: float
     """The lowest wins. Policies that do not price in seconds put their own figure here and leave the rest at 0."""

@@ -28,6 +28,13 @@ _BYTES_A_TOKEN = 4
 """As the client port estimates a prompt whose tokens are not known."""
 
 
+_BODY = {
+    "type": "object",
+    "examples": [{"model": "llama", "messages": [{"role": "user", "content": "How do I fix a flat tyre?"}]}],
+}
+"""An inference body is what clients send; only that it is an object is said of it."""
+
+
 def decision_routes(views: AdminViews) -> APIRouter:
     """`/admin/decisions` and `/admin/explain`."""
     routes = APIRouter(tags=["decisions"])
@@ -69,7 +76,7 @@ def decision_routes(views: AdminViews) -> APIRouter:
 
     @routes.post(
         "/admin/explain",
-        openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _BODY}}}},
         responses={503: {"model": ErrorAnswer}},
     )
     async def explain(

@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from gateway.admin.answer import Answer
+from gateway.admin.answer import Answer, example
 from gateway.admin.guard import Unauthorized
 from gateway.errors import GatewayError
 
@@ -30,6 +30,13 @@ class NothingToLearn(GatewayError):
 
 class ErrorBody(Answer):
     """OpenAI's error object."""
+
+    model_config = example(
+        message="no worker is named 'w11'; did you mean 'w1'? there are: w1, w2",
+        type="not_found_error",
+        code="worker_not_found",
+        param=None,
+    )
 
     message: str
     """What is wrong, and the fix where there is one."""

@@ -5,7 +5,7 @@ Heads and prefixes are named by their block keys: numbers from which no text can
 
 from __future__ import annotations
 
-from gateway.admin.answer import Answer
+from gateway.admin.answer import Answer, example
 from gateway.insight import POSITIONS, ApplicationSeen, HotPrefix
 from gateway.router import Router
 
@@ -20,6 +20,19 @@ class PartingAnswer(Answer):
 
 class ApplicationAnswer(Answer):
     """Prompts for one model that begin with the same 64 tokens; counts since they were first seen."""
+
+    model_config = example(
+        model="llama",
+        head="d7c011a0587b6040",
+        prompts=120,
+        prompt_tokens=410000,
+        shared_tokens=344400,
+        stable_tokens=2576,
+        drifted=5,
+        drift_tokens=11800,
+        drift_share=0.029,
+        drift_at=[{"up_to_tokens": 256, "prompts": 5}],
+    )
 
     model: str
     head: str
@@ -64,6 +77,16 @@ class ApplicationAnswer(Answer):
 
 class PrefixAnswer(Answer):
     """A beginning that many prompts have in common."""
+
+    model_config = example(
+        model="llama",
+        head="d7c011a0587b6040",
+        key="c955f382be53d55a",
+        tokens=2576,
+        reuse=29.0,
+        saved_tokens=74704,
+        workers=["w2"],
+    )
 
     model: str
     head: str

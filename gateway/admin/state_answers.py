@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from gateway.admin.answer import Answer
+from gateway.admin.answer import Answer, example
 from gateway.pool import Pool, Sessions
 from gateway.records import WorkerId
 from gateway.telemetry import IndexReading, PoolReading, WorkerReading
@@ -19,6 +19,27 @@ class Excluded(Answer):
 
 class PoolAnswer(Answer):
     """The workers behind one served name, and the speeds learned from them."""
+
+    model_config = example(
+        name="poet",
+        model="llama",
+        adapter="poet",
+        block_size=16,
+        workers=["w1", "w2"],
+        ready=["w1"],
+        not_ready=[{"worker": "w2", "reason": "draining"}],
+        panic=False,
+        retries=0,
+        retries_refused=0,
+        inflight_requests=12,
+        prefill_overhead_s=0.011,
+        prefill_token_s=0.00018,
+        prefill_pair_s=1.7e-9,
+        inter_token_floor_s=0.019,
+        inter_token_each_s=0.0002,
+        prompt_tokens=3453.0,
+        output_tokens=185.0,
+    )
 
     name: str
     """The name clients use."""
@@ -107,6 +128,14 @@ class LearnedAnswer(Answer):
 class IndexAnswer(Answer):
     """The index of KV blocks."""
 
+    model_config = example(
+        estimated_bytes=104857600,
+        orphans=0,
+        truncated=0,
+        blocks={"w1": {"gpu": 27500, "cpu": 0}},
+        approximate={"blocks": 0, "bytes": 0, "dropped": {}, "by_worker": {}},
+    )
+
     estimated_bytes: int
     orphans: int
     """Announced blocks whose head is unknown; not part of an overlap."""
@@ -138,6 +167,8 @@ class IndexAnswer(Answer):
 class SessionsAnswer(Answer):
     """How many sessions are remembered; of one that was asked for, where it is."""
 
+    model_config = example(sessions=37, by_worker={"w1": 7, "w2": 30}, worker="w2", age_s=92.4)
+
     sessions: int
     by_worker: dict[str, int]
     worker: str | None = None
@@ -160,6 +191,8 @@ class SessionsAnswer(Answer):
 class SessionAnswer(Answer):
     """One session after a change."""
 
+    model_config = example(worker="w2")
+
     worker: WorkerId | None
     """Where its next request is drawn to; null when nothing is remembered of it."""
 
@@ -172,6 +205,8 @@ class Health(Answer):
 
 class Readiness(Answer):
     """Whether clients should be sent here, and why not."""
+
+    model_config = example(ready=False, reason="no answer from w1")
 
     ready: bool
     reason: str | None = None

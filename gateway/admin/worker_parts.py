@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gateway.admin.answer import Answer
+from gateway.admin.answer import Answer, example
 from gateway.kv.lives import LIFE_BOUNDS
 from gateway.pool import Breaker, PoolRates, Worker, WorkerState, health
 from gateway.pool.trust import Trust
@@ -30,6 +30,8 @@ class EventEndpoint(Answer):
 
 class LoadAnswer(Answer):
     """A worker's own words about its load, and how old they are."""
+
+    model_config = example(running=4.0, waiting=1.0, kv_usage=0.43, prefix_queries=1.2e6, prefix_hits=8.1e5, age_s=0.44)
 
     running: float
     """Requests it computes."""
@@ -181,6 +183,13 @@ class FeedAnswer(Answer):
 class FindingAnswer(Answer):
     """What of a worker's set-up is wrong or could be better."""
 
+    model_config = example(
+        severity="warning",
+        code="no_replay",
+        message="KV events have no replay",
+        fix="add a replay_endpoint (tcp://*:5657) to --kv-events-config",
+    )
+
     severity: Severity
     code: str
     """As in docs/reference/findings.md."""
@@ -274,6 +283,10 @@ class HealthAnswer(Answer):
 
 class TierAnswer(Answer):
     """What a tier of a worker's cache is worth: blocks that come and go, and what was taken from it."""
+
+    model_config = example(
+        held=27500, stored=1200000, removed=1172500, life_s=300.0, hit_tokens=41000000, hits_per_stored=2.1
+    )
 
     held: int
     """Blocks the index knows in it."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from functools import partial
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Body, Response
 
 from gateway.admin.answer import paced, written
 from gateway.admin.failures import ErrorAnswer, IsRank, NothingToLearn
@@ -20,6 +21,8 @@ from gateway.records import WorkerId
 from gateway.settings import WorkerSettings
 
 _NAMES_SHOWN = 20
+
+_NEW = {"url": "http://10.0.0.5:8000", "name": "w5", "pool": "default", "weight": 1.0}
 
 
 def worker_routes(views: AdminViews) -> APIRouter:
@@ -57,7 +60,7 @@ def worker_routes(views: AdminViews) -> APIRouter:
         status_code=201,
         responses={409: {"model": ErrorAnswer}, 502: {"model": ErrorAnswer}, 503: {"model": ErrorAnswer}},
     )
-    async def add_worker(settings: WorkerSettings) -> WorkerList:
+    async def add_worker(settings: Annotated[WorkerSettings, Body(examples=[_NEW])]) -> WorkerList:
         """Probe a worker and let it join; the keys are those of `workers` in the configuration file. The answer has one
         worker, or one for each data-parallel rank. It is not written into the file: a restart of the gateway forgets
         it."""

@@ -101,6 +101,20 @@ def worker_table(answer: WorkerList) -> Table:
     return table
 
 
+def source_troubles(answer: WorkerList) -> Iterable[str]:
+    """A line for each source of workers that cannot look now, or names more than there is room for."""
+    for source in answer.sources:
+        if source.error is not None:
+            ago = (
+                f"its list of {seconds(source.age_s)} ago stays"
+                if source.age_s is not None
+                else "it has said nothing yet"
+            )
+            yield f"[yellow]source {escape(source.source)} does not answer[/]: {escape(source.error)}; {ago}"
+        if source.left_out:
+            yield f"[yellow]source {escape(source.source)}[/]: no room for {source.left_out} of its workers"
+
+
 def state(worker: WorkerAnswer) -> str:
     """State and reason, coloured."""
     word = f"[{_STYLE[worker.state]}]{worker.state}[/]"

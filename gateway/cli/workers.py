@@ -19,7 +19,7 @@ from rich.table import Table
 from gateway.admin.worker_answers import WorkerAnswer, WorkerList
 from gateway.cli.admin_port import AdminError, AdminOption, AdminPort, TokenOption, admin_port, told, worker_path
 from gateway.cli.options import ConfigOption, JsonOption, hands_over
-from gateway.cli.tables import console, state, worker_lines, worker_table
+from gateway.cli.tables import console, source_troubles, state, worker_lines, worker_table
 
 WorkerName = Annotated[str, typer.Argument(help="Name of the worker, or of the server for all its ranks.")]
 
@@ -66,7 +66,8 @@ def workers(
     port = admin_port(admin, token, config)
 
     def look() -> RenderableType:
-        return worker_table(port.read(WorkerList, "/admin/workers"))
+        answer = port.read(WorkerList, "/admin/workers")
+        return Group(worker_table(answer), *source_troubles(answer))
 
     if not watch:
         with told():

@@ -757,6 +757,20 @@ async def test_every_answer_is_as_the_schema_says(client: httpx.AsyncClient, gat
     _described(schema, {"$ref": "#/components/schemas/ErrorAnswer"}).validate(refused.json())
 
 
+async def test_examples_are_as_the_schema_says(client: httpx.AsyncClient) -> None:
+    schema = (await client.get("/admin/openapi.json")).json()
+    checked = 0
+    for name, model in schema["components"]["schemas"].items():
+        for value in model.get("examples", ()):
+            _described(schema, {"$ref": f"#/components/schemas/{name}"}).validate(value)
+            checked += 1
+    assert checked >= 10
+    (worker,) = schema["components"]["schemas"]["WorkerSettings"].get("examples") or [
+        schema["paths"]["/admin/workers"]["post"]["requestBody"]["content"]["application/json"]["schema"]["examples"][0]
+    ]
+    _described(schema, {"$ref": "#/components/schemas/WorkerSettings"}).validate(worker)
+
+
 @pytest.mark.parametrize("value", [{"sessions": "1"}, {"sessions": 1, "by_worker": {}, "more": 1}, {"sessions": 1}])
 async def test_an_answer_that_is_not_as_the_schema_says_is_found(value: Any, client: httpx.AsyncClient) -> None:
     schema = (await client.get("/admin/openapi.json")).json()
