@@ -37,6 +37,29 @@ class Text:
     cached_tokens: int = 0
 
 
+def as_json(value: object) -> str:
+    """As the engines write it: nothing between the parts, every character as it is."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def as_bytes(text: str) -> bytes:
+    """What cannot be encoded becomes a question mark."""
+    return text.encode("utf-8", "replace")
+
+
+def chunk_head(ask: Ask, *, answer_id: str, created: int) -> str:
+    """How every event of a stream begins, up to its choices."""
+    kind = "chat.completion.chunk" if ask.chat else "text_completion"
+    head = f'"id":{as_json(answer_id)},"object":"{kind}","created":{created},"model":{as_json(ask.model)}'
+    return f'data: {{{head},"choices":['
+
+
+def body_head(ask: Ask, *, answer_id: str, created: int, choices: Sequence[object]) -> dict[str, object]:
+    """How every whole answer begins, choices included."""
+    kind = "chat.completion" if ask.chat else "text_completion"
+    return {"id": answer_id, "object": kind, "created": created, "model": ask.model, "choices": choices}
+
+
 class Answers(Protocol):
     """What is sent for one request, in the engine's own bytes. It decides nothing and sends nothing."""
 
@@ -73,9 +96,7 @@ class Answer:
         self._id = answer_id
         self._created = created
         self._fingerprint = f"vllm-{version}-simulated"
-        kind = "chat.completion.chunk" if ask.chat else "text_completion"
-        head = f'"id":{_json(answer_id)},"object":"{kind}","created":{created},"model":{_json(ask.model)}'
-        self._chunk_head = f'data: {{{head},"choices":['
+        self._chunk_head = chunk_head(ask, answer_id=answer_id, created=created)
 
     # ---------------------------------------------------------------- stream
 
@@ -83,12 +104,12 @@ class Answer:
         """The role event of a chat stream; nothing for completions, which start with text."""
         if not self._ask.chat:
             return b""
-        ids = _json(list(prompt_ids)) if self._ask.shape.token_ids else "null"
+        ids = as_json(list(prompt_ids)) if self._ask.shape.token_ids else "null"
         usage = self._running_usage(len(prompt_ids), 0)
-        return (
+        return as_bytes(
             f'{self._chunk_head}{{"index":{choice},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
             f'"finish_reason":null}}]{usage},"prompt_token_ids":{ids},"prompt_text":null}}\n\n'
-        ).encode("utf-8", "replace")
+        )
 
     def piece(
         self,
@@ -103,45 +124,37 @@ class Answer:
     ) -> bytes:
         """Text of one or more tokens; `done` counts the answer's tokens so far, `finish` ends it."""
         ask = self._ask
-        ids = _json(list(token_ids)) if ask.shape.token_ids else "null"
+        ids = as_json(list(token_ids)) if ask.shape.token_ids else "null"
         usage = self._running_usage(len(prompt_ids), done)
-        reason = f'"finish_reason":{_json(finish)}'
+        reason = f'"finish_reason":{as_json(finish)}'
         if ask.chat:
             stop = ',"stop_reason":null' if finish else ""
-            tail = f',"system_fingerprint":{_json(self._fingerprint)}' if finish and not ask.shape.usage else ""
-            return (
+            tail = f',"system_fingerprint":{as_json(self._fingerprint)}' if finish and not ask.shape.usage else ""
+            return as_bytes(
                 f'{self._chunk_head}{{"index":{choice},"delta":{self._delta(text, first=done <= len(token_ids))},'
                 f'"logprobs":null,{reason}{stop},"token_ids":{ids}}}]{usage}{tail}}}\n\n'
-            ).encode("utf-8", "replace")
-        shown = _json(list(prompt_ids)) if ask.shape.token_ids and done <= len(token_ids) else "null"
-        return (
-            f'{self._chunk_head}{{"index":{choice},"text":{_json(text)},"logprobs":null,{reason},"stop_reason":null,'
+            )
+        shown = as_json(list(prompt_ids)) if ask.shape.token_ids and done <= len(token_ids) else "null"
+        return as_bytes(
+            f'{self._chunk_head}{{"index":{choice},"text":{as_json(text)},"logprobs":null,{reason},"stop_reason":null,'
             f'"prompt_token_ids":{shown},"token_ids":{ids}}}]{usage}}}\n\n'
-        ).encode("utf-8", "replace")
+        )
 
     def closing(self, counts: Counts) -> bytes:
         """The usage event, when asked for, and the end mark."""
         if not self._ask.shape.usage:
             return DONE
-        usage = _json(self._usage(counts, whole=False))
-        return (
-            f'{self._chunk_head}],"usage":{usage},"system_fingerprint":{_json(self._fingerprint)}}}\n\n'.encode(
-                "utf-8", "replace"
-            )
-            + DONE
-        )
+        usage = as_json(self._usage(counts, whole=False))
+        made_by = as_json(self._fingerprint)
+        return as_bytes(f'{self._chunk_head}],"usage":{usage},"system_fingerprint":{made_by}}}\n\n') + DONE
 
     # ---------------------------------------------------------------- whole
 
     def whole(self, texts: Sequence[Text], counts: Counts) -> bytes:
         """The body of a request without a stream."""
         ask = self._ask
-        head: dict[str, object] = {
-            "id": self._id,
-            "object": "chat.completion" if ask.chat else "text_completion",
-            "created": self._created,
-            "model": ask.model,
-            "choices": [self._choice(number, text) for number, text in enumerate(texts)],
+        choices = [self._choice(number, text) for number, text in enumerate(texts)]
+        head = body_head(ask, answer_id=self._id, created=self._created, choices=choices) | {
             "service_tier": None,
             "system_fingerprint": self._fingerprint,
             "usage": self._usage(counts, whole=True),
@@ -149,9 +162,7 @@ class Answer:
         if ask.chat:
             shown = list(texts[0].prompt_ids) if ask.shape.token_ids else None
             head |= {"prompt_logprobs": None, "prompt_token_ids": shown, "prompt_text": None}
-        return _json(head | {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}).encode(
-            "utf-8", "replace"
-        )
+        return as_bytes(as_json(head | {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}))
 
     # ---------------------------------------------------------------- parts
 
@@ -175,10 +186,10 @@ class Answer:
     def _delta(self, text: str, *, first: bool) -> str:
         call = self._ask.tool_call
         if call is None:
-            return f'{{"content":{_json(text)}}}'
-        opening = f'"id":{_json(self._call_id())},"type":"function",' if first else ""
-        name = f'"name":{_json(call.name)},' if first else ""
-        return f'{{"tool_calls":[{{{opening}"index":0,"function":{{{name}"arguments":{_json(text)}}}}}]}}'
+            return f'{{"content":{as_json(text)}}}'
+        opening = f'"id":{as_json(self._call_id())},"type":"function",' if first else ""
+        name = f'"name":{as_json(call.name)},' if first else ""
+        return f'{{"tool_calls":[{{{opening}"index":0,"function":{{{name}"arguments":{as_json(text)}}}}}]}}'
 
     def _call_id(self) -> str:
         return "chatcmpl-tool-" + self._id.rpartition("-")[2]
@@ -187,7 +198,7 @@ class Answer:
         if not self._ask.shape.running_usage:
             return ""
         counts = {"prompt_tokens": prompt, "total_tokens": prompt + done, "completion_tokens": done}
-        return f',"usage":{_json(counts | {"completion_tokens_details": None})}'
+        return f',"usage":{as_json(counts | {"completion_tokens_details": None})}'
 
     def _usage(self, counts: Counts, *, whole: bool) -> dict[str, object]:
         usage: dict[str, object] = {
@@ -206,7 +217,3 @@ class Answer:
         elif whole:
             usage["prompt_tokens_details"] = None
         return usage | {"completion_tokens_details": None} if whole else usage
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)

@@ -7,10 +7,9 @@ reported with a flag only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
-from gateway.sim.openai_answers import DONE, Counts, Text
+from gateway.sim.openai_answers import DONE, Counts, Text, as_bytes, as_json, body_head, chunk_head
 from gateway.sim.openai_asks import (
     ApiError,
     Ask,
@@ -70,7 +69,7 @@ def rank_of(body: Body, headers: Mapping[str, str], release: Release, *, native:
 def error_body(error: ApiError) -> bytes:
     """`{"object": "error", "message", "type", "param", "code"}`."""
     flat = {"object": "error", "message": error.message, "type": error.type_name, "param": None, "code": error.status}
-    return _json(flat).encode("utf-8", "replace")
+    return as_bytes(as_json(flat))
 
 
 def _prompt(item: object, speech: Speech) -> list[int]:
@@ -92,9 +91,7 @@ class SglangAnswer:
         self._id = answer_id
         self._created = created
         self._details = details
-        kind = "chat.completion.chunk" if ask.chat else "text_completion"
-        head = f'"id":{_json(answer_id)},"object":"{kind}","created":{created},"model":{_json(ask.model)}'
-        self._chunk_head = f'data: {{{head},"choices":['
+        self._chunk_head = chunk_head(ask, answer_id=answer_id, created=created)
 
     def opening(self, choice: int, prompt_ids: Sequence[int]) -> bytes:
         """The role event of a chat stream; nothing for completions."""
@@ -116,11 +113,11 @@ class SglangAnswer:
         """Text of one or more tokens; a chat's finish reason follows in an event of its own."""
         usage = ""
         if self._ask.shape.running_usage:
-            usage = f',"usage":{_json(self._usage(len(prompt_ids), done, cached))}'
+            usage = f',"usage":{as_json(self._usage(len(prompt_ids), done, cached))}'
         if not self._ask.chat:
             row = {"index": choice, "text": text, "logprobs": None, "finish_reason": finish, "matched_stop": None}
             usage = usage or ',"usage":null'
-            return f"{self._chunk_head}{_json(row)}]{usage}}}\n\n".encode("utf-8", "replace")
+            return as_bytes(f"{self._chunk_head}{as_json(row)}]{usage}}}\n\n")
         call = self._ask.tool_call
         delta: dict[str, object] = {"reasoning_content": None, "content": text}
         if call is not None:
@@ -138,26 +135,22 @@ class SglangAnswer:
         if not self._ask.shape.usage:
             return DONE
         usage = self._usage(counts.prompt, counts.completion, counts.cached)
-        return f'{self._chunk_head}],"usage":{_json(usage)}}}\n\n'.encode("utf-8", "replace") + DONE
+        return as_bytes(f'{self._chunk_head}],"usage":{as_json(usage)}}}\n\n') + DONE
 
     def whole(self, texts: Sequence[Text], counts: Counts) -> bytes:
         """The body of a request without a stream."""
         ask = self._ask
         longest = max(len(text.token_ids) for text in texts)
-        body = {
-            "id": self._id,
-            "object": "chat.completion" if ask.chat else "text_completion",
-            "created": self._created,
-            "model": ask.model,
-            "choices": [self._choice(number, text) for number, text in enumerate(texts)],
+        choices = [self._choice(number, text) for number, text in enumerate(texts)]
+        body = body_head(ask, answer_id=self._id, created=self._created, choices=choices) | {
             "usage": self._usage(counts.prompt, counts.completion, counts.cached),
             "metadata": {"weight_version": "default", "weight_versions": _weight_versions(longest)},
         }
-        return _json(body).encode("utf-8", "replace")
+        return as_bytes(as_json(body))
 
     def _event(self, choice: int, delta: dict[str, object], finish: str | None, usage: str) -> bytes:
         row = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish, "matched_stop": None}
-        return f"{self._chunk_head}{_json(row)}]{usage}}}\n\n".encode("utf-8", "replace")
+        return as_bytes(f"{self._chunk_head}{as_json(row)}]{usage}}}\n\n")
 
     def _choice(self, number: int, text: Text) -> dict[str, object]:
         ask = self._ask
@@ -218,7 +211,7 @@ class GenerateAnswer:
         row = self._row(choice, Text(said, known, prompt_ids, cached), finish)
         if len(self._ask.prompts) > 1:
             row["index"] = choice
-        return f"data: {_json(row)}\n\n".encode("utf-8", "replace")
+        return as_bytes(f"data: {as_json(row)}\n\n")
 
     def closing(self, counts: Counts) -> bytes:
         """The end mark."""
@@ -227,7 +220,7 @@ class GenerateAnswer:
     def whole(self, texts: Sequence[Text], counts: Counts) -> bytes:
         """One object, or a list of them for a list of prompts."""
         rows = [self._row(number, text, self._ask.finish) for number, text in enumerate(texts)]
-        return _json(rows if len(rows) > 1 else rows[0]).encode("utf-8", "replace")
+        return as_bytes(as_json(rows if len(rows) > 1 else rows[0]))
 
     def _row(self, number: int, text: Text, finish: str | None) -> dict[str, object]:
         count = len(text.token_ids)
@@ -250,7 +243,3 @@ class GenerateAnswer:
 
 def _weight_versions(end: int) -> list[dict[str, object]]:
     return [{"version": "default", "start": 0, "end": end}]
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
