@@ -114,6 +114,7 @@ class InferenceRequest:
     a stream (`stream_options.include_usage`). `session` comes from the affinity header or body field.
     `stream_options` is the client's object, `body_bytes` the length of the body. `labels` are those of the workers it
     may go to, None for any. `adapters` are named in the body beside the model, as SGLang takes them (`lora_path`).
+    `engine_session`: the body itself names a session for the engine.
     """
 
     endpoint: Endpoint
@@ -132,6 +133,7 @@ class InferenceRequest:
     body_bytes: int = 0
     labels: frozenset[str] | None = None
     adapters: tuple[str, ...] = ()
+    engine_session: bool = False
 
 
 # --------------------------------------------------------------------------- prefix blocks
@@ -287,7 +289,8 @@ class WorkerFacts:
     directory or hub name, as the worker sees it.
 
     `ranks` are the numbers of the data-parallel ranks behind the URL, `(0,)` without data parallelism; `rank_routing`
-    says that a request can name one. `cached_tokens_reported` and `needs_key` are None while nobody knows."""
+    says that a request can name one. `cached_tokens_reported` and `needs_key` are None while nobody knows.
+    `keeps_sessions`: it holds on to the prefixes of sessions that requests name."""
 
     engine: EngineKind
     version: str
@@ -304,6 +307,7 @@ class WorkerFacts:
     rank_routing: bool = False
     cached_tokens_reported: bool | None = None
     needs_key: bool | None = None
+    keeps_sessions: bool = False
 
 
 @dataclass(frozen=True, slots=True)

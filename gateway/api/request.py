@@ -127,6 +127,7 @@ def parse_request(
         body_bytes=len(body),
         labels=labels,
         adapters=_adapters(fields.get("lora_path")),
+        engine_session=fields.get("session_id") is not None,
     )
 
 
@@ -151,6 +152,12 @@ def ask_for_model(body: bytes, model: str) -> bytes:
     take the last, which is this one."""
     end = body.rindex(b"}")
     return b"".join((body[:end], b',"model":', json.dumps(model).encode(), body[end:]))
+
+
+def ask_for_session(body: bytes, name: str) -> bytes:
+    """The body with a session for SGLang, all other bytes as they were; `body` names none, and is not empty."""
+    end = body.rindex(b"}")
+    return b'%b,"session_id":"%b"%b' % (body[:end], name.encode(), body[end:])
 
 
 def ask_for_rank(body: bytes, rank: int) -> bytes:

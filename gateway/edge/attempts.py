@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gateway.admission import Ticket
-from gateway.api import ask_for_rank
+from gateway.api import ask_for_rank, ask_for_session
 from gateway.edge.turns import Turn
 from gateway.errors import (
     WORKER_BUSY,
@@ -31,12 +31,15 @@ from gateway.errors import (
 from gateway.leases import Lease
 from gateway.records import Ending, Endpoint, InferenceRequest, PrefixBlocks, Result, StageTimes, WorkerId
 from gateway.upstream.connections import Timeouts
+from gateway.upstream.engine_sessions import engine_session
 from gateway.upstream.headers import AnswerHead, RequestHead
 from gateway.upstream.http import UpstreamStream
 
 if TYPE_CHECKING:
     # The edge holds the open exchanges, which hold their attempts.
     from gateway.edge.gate import Edge, EdgeLimits
+
+_NAME_SESSIONS = frozenset((Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.GENERATE))
 
 _TRIED_ELSEWHERE = frozenset((429, 500, 502, 503, 504))
 """Answers that speak of the worker's state, not of the request."""
@@ -86,7 +89,7 @@ class Attempts:
         stream = await self._first_turn(request, blocks, now, total_at)
         while True:
             try:
-                placed = self._placed(body, request.endpoint)
+                placed = self._placed(body, request)
                 answer = await stream.send(head, placed, timeouts=timeouts, total_at=total_at)
             except WorkerError as error:
                 ending = Ending(result_of(error), error.status, edge.clock(), error_code=error.code)
@@ -176,12 +179,25 @@ class Attempts:
             edge.on_retry(outcome)
         return stream
 
-    def _placed(self, body: bytes, endpoint: Endpoint) -> bytes:
-        """The body as the chosen worker needs it: one path of SGLang reads its rank there, all others from a header."""
-        if endpoint is Endpoint.GENERATE and self.lease is not None:
-            rank = self.lease.worker.spec.rank
-            if rank is not None:
-                return ask_for_rank(body, rank.asked)
+    def _placed(self, body: bytes, request: InferenceRequest) -> bytes:
+        """The body as the chosen worker needs it: one path of SGLang reads its rank there, all others from a header.
+        An engine that keeps sessions is told of this one, unless the client has told it."""
+        lease, sessions = self.lease, self._edge.engine_sessions
+        if lease is None:
+            return body
+        spec = lease.worker.spec
+        if (
+            lease.worker.facts.keeps_sessions
+            and sessions is not None
+            and request.session is not None
+            and not request.engine_session
+            and request.endpoint in _NAME_SESSIONS
+        ):
+            name = engine_session(request.tenant, request.session)
+            sessions.used(name, spec, lease.decision.decided_at)
+            body = ask_for_session(body, name)
+        if request.endpoint is Endpoint.GENERATE and spec.rank is not None:
+            return ask_for_rank(body, spec.rank.asked)
         return body
 
 

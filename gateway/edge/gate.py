@@ -23,6 +23,7 @@ from gateway.records import Endpoint, Outcome, WorkerSpec
 from gateway.router import Router
 from gateway.upstream.connections import Timeouts
 from gateway.upstream.deadlines import Deadlines
+from gateway.upstream.engine_sessions import EngineSessions
 from gateway.upstream.http import Upstream
 from gateway.upstream.tokenizing import Untold
 
@@ -156,6 +157,8 @@ class Edge:
         self.ask_tokens = ask_tokens
         self.request_ids = request_ids
         self.settings = settings or EdgeSettings(timeouts=PhaseTimeouts(upstream.timeouts))
+        self.engine_sessions: EngineSessions | None = None
+        """Told of sessions that engines keep."""
         self.shadows: Shadows | None = None
         """Gets copies of requests where a model has a shadow."""
         self.turns = Turns(router, clock, self.settings.admission)

@@ -55,6 +55,7 @@ from gateway.settings import Settings
 from gateway.telemetry import Exposition, RequestLog, RequestMetrics
 from gateway.upstream.control import open_control_client
 from gateway.upstream.deadlines import next_tick
+from gateway.upstream.engine_sessions import EngineSessions
 from gateway.upstream.http import Upstream
 from gateway.upstream.membership import Membership
 from gateway.upstream.tokenizing import EngineTokenizing
@@ -192,6 +193,10 @@ class Gateway:
         if self._requests_log is not None:
             log = self._requests_log
             self.supervisor.start("log", lambda: self._flush_log(log))
+        sessions = self.edge.engine_sessions = EngineSessions(
+            control, self.clock, ttl_s=lambda: self.router.settings.session_ttl_s
+        )
+        self.supervisor.start("engine sessions", sessions.run)
         shadows = self.edge.shadows = Shadows(self.edge, rng=self._rng)
         for number in range(1, shadows.limits.concurrency + 1):
             self.supervisor.start(f"shadow {number}", shadows.run)

@@ -148,6 +148,7 @@ def sglang_server_info(host: EngineHost, *, page_size: int, max_model_len: int) 
         "disable_radix_cache": False,
         "enable_cache_report": settings.prompt_tokens_details,
         "enable_metrics": True,
+        "enable_session_radix_cache": settings.session_cache,
         "decode_log_interval": settings.decode_log_interval,
         "enable_hierarchical_cache": settings.host_tokens > 0,
         "max_total_num_tokens": host.engine.capacity_blocks * page_size,

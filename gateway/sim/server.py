@@ -55,6 +55,10 @@ _RESTART_DELAY_S = 0.01
 """A restart asked for over HTTP waits until its own answer is out."""
 
 
+class _Session(msgspec.Struct):
+    session_id: str
+
+
 class SimulatedWorker:
     """`start` binds the ports and serves; `stop` drops every connection and frees them.
 
@@ -82,6 +86,7 @@ class SimulatedWorker:
         self._requests = 0
         self.aborted = 0
         self.received = 0
+        self.closed_sessions: deque[str] = deque(maxlen=1000)
         self.bodies: deque[bytes] = deque(maxlen=max(1, settings.keep_bodies))
 
     # ---------------------------------------------------------------- life
@@ -164,6 +169,7 @@ class SimulatedWorker:
             ("POST", "/generate"): self._infer,
             ("POST", "/flush_cache"): self._flush,
             ("GET", "/flush_cache"): self._flush,
+            ("POST", "/close_session"): self._close_session,
             ("GET", "/health_generate"): self._empty,
             ("GET", "/get_model_info"): self._model_info,
             ("GET", "/get_server_info"): self._server_info,
@@ -290,6 +296,10 @@ class SimulatedWorker:
 
     def _load(self) -> int:
         return sum(host.load for host in self._ranks.hosts)
+
+    def _close_session(self, request: HttpRequest, reply: Reply) -> None:
+        self.closed_sessions.append(msgspec.json.decode(request.body, type=_Session).session_id)
+        reply.send(200, b"")
 
     def _flush(self, request: HttpRequest, reply: Reply) -> None:
         if self._load() or not self._ranks.reset_caches():

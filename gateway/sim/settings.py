@@ -22,7 +22,8 @@ class EngineSettings:
     `version`, `encoding` and `replay` are those of the dialect's newest release, or of the version's, when None.
     `prompt_tokens_details` reports cached tokens with answers. `host_tokens` is the size of a tier below the GPU (0:
     none); vLLM keeps `offload_chunk` blocks together there. `decode_log_interval` is SGLang's, in decode steps: how
-    often it reports while nothing but decode runs.
+    often it reports while nothing but decode runs. `session_cache`: it says that it keeps sessions (SGLang), and counts
+    those that are closed; its cache does not favour them.
     """
 
     dialect: Dialect = Dialect.VLLM
@@ -53,6 +54,7 @@ class EngineSettings:
     host_tokens: int = 0
     offload_chunk: int = 1
     decode_log_interval: int = 40
+    session_cache: bool = False
     tick_s: float = 0.002
     keep_bodies: int = 1
 

@@ -60,6 +60,7 @@ class _ServerInfo(msgspec.Struct):
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] = 1
     disable_radix_cache: bool | None = None
     enable_cache_report: bool | None = None
+    enable_session_radix_cache: bool | None = None
     decode_log_interval: int | None = None
     kv_events: SglangEvents | None = None
 
@@ -137,6 +138,7 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
         ranks=ranks,
         rank_routing=routing,
         cached_tokens_reported=said.info.enable_cache_report if said.info is not None else None,
+        keeps_sessions=_keeps_sessions(said),
         needs_key=said.needs_key if known is None else known.needs_key,
     )
     if known is None or (known.engine, known.version) != (engine, version):
@@ -291,6 +293,15 @@ def _engine(spec: WorkerSpec, said: _Answers) -> tuple[EngineKind, str]:
     if kind is EngineKind.SGLANG and said.info is not None:
         return kind, said.info.version
     return kind, said.version.version if said.version is not None else ""
+
+
+def _keeps_sessions(said: _Answers) -> bool:
+    """SGLang takes the session of a request from its body since 0.5.16."""
+    info = said.info
+    if info is None or not info.enable_session_radix_cache:
+        return False
+    release = release_number(info.version)
+    return release is None or release >= (0, 5, 16)
 
 
 def _recognised(said: _Answers) -> EngineKind:
