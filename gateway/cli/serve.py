@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from gateway.config import ConfigError, Sources
 from gateway.pool import ANY_MODEL
 from gateway.runtime import Gateway
 from gateway.runtime.interpreter import tune_interpreter
+from gateway.settings import DiscoverySettings
 from gateway.telemetry import set_up_logging
 
 
@@ -24,11 +26,13 @@ def run(sources: Sources) -> int:
     """Serve until a signal ends it; the exit code: 0 after a clean end, 2 when it cannot start."""
     loaded = read_or_exit(sources)
     settings = loaded.settings
-    if not settings.workers:
+    if not settings.workers and settings.discovery == DiscoverySettings():
         typer.echo(
-            "kvgate: no workers yet: give --worker URL, `workers` in the file, or POST them to /admin/workers",
+            "kvgate: no workers yet: give --worker URL, `workers` or `discovery` in the file, or POST them to "
+            "/admin/workers",
             err=True,
         )
+    allow_open_files()
     telemetry = settings.telemetry
     logs = set_up_logging(form=telemetry.log, level=telemetry.log_level, stream=sys.stderr.buffer, wall=time.time)  # noqa: TID251
     try:
@@ -42,6 +46,15 @@ def run(sources: Sources) -> int:
         typer.echo(f"kvgate: {error}", err=True)
         return 2
     return 0
+
+
+def allow_open_files() -> None:
+    """As many open files as the system lets this process have: a worker takes about eight, a client one, and the usual
+    limit of 1,024 was made for programs that wait for `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # a system whose own limit is lower than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(gateway: Gateway) -> None:

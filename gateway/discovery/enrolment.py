@@ -105,14 +105,13 @@ class Enrolment:
         for name, entry in entries.items():
             if address_of(entry.spec) == address:
                 raise WorkerTaken(f"{spec.url} is in the fleet already, as {name!r}")
-        was_out = roster.excludes(spec)
         roster.add(spec, self._clock())
         self._present[spec.name] = Entry(spec, None, (ADMIN,))
         try:
             await self._members.add(spec)
         except BaseException:
             self._present.pop(spec.name, None)
-            roster.withdraw(spec, self._clock(), out=was_out)
+            roster.withdraw(spec, self._clock(), out=False)
             self._changed.set()  # a source may have named its address or its name meanwhile
             raise
         self._changed.set()  # the same: it may be filled in

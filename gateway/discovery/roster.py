@@ -8,7 +8,8 @@ Rules:
 3. Two addresses that want one name: the first source's, and within a source the lower address's, keeps it; the other
    is called by the name and a short hash of its address.
 4. The list follows from what the sources see now and from nothing before, so that replicas call a worker the same.
-5. An address that an operator took out stays out until no source names it any more, or the operator adds it again.
+5. An address that an operator took out stays out until no source names it any more. When the operator adds it again,
+   only that word of it counts.
 6. There are at most `most` workers; those of the last sources are left out first, and counted.
 
 It does no I/O and takes no clock; `now` is in seconds.
@@ -104,8 +105,9 @@ class Roster:
             else:
                 left_out += 1
         self._listings[source] = _Listing(by_address, left_out, listed_at=now)
-        named = {address for listing in self._listings.values() for address in listing.found}
-        self._excluded &= named
+        self._excluded &= {
+            address for name, listing in self._listings.items() if name != ADMIN for address in listing.found
+        }
         self._entries = None
 
     def failed(self, source: str, reason: str, now: float) -> None:
@@ -122,7 +124,6 @@ class Roster:
 
     def add(self, spec: WorkerSpec, now: float) -> None:
         """An operator adds a worker."""
-        self._excluded.discard(address_of(spec))
         self.listed(ADMIN, (*self._of_admin(but=spec), Found(spec)), now)
 
     def withdraw(self, spec: WorkerSpec, now: float, *, out: bool) -> None:
@@ -130,10 +131,6 @@ class Roster:
         if out:
             self._excluded.add(address_of(spec))
         self.listed(ADMIN, self._of_admin(but=spec), now)
-
-    def excludes(self, spec: WorkerSpec) -> bool:
-        """An operator has taken it out."""
-        return address_of(spec) in self._excluded
 
     def entries(self) -> Mapping[WorkerId, Entry]:
         """The list, by name."""
@@ -175,7 +172,7 @@ class Roster:
             found_here = self._listings[source].found
             for address in sorted(found_here):
                 found = found_here[address]
-                if address in self._excluded:
+                if address in self._excluded and source != ADMIN:
                     continue
                 first = by_address.get(address)
                 by_address[address] = (

@@ -36,7 +36,7 @@ from gateway.discovery import CONFIG, Enrolment, Found, Roster
 from gateway.edge import Edge, Shadows, client_app, client_protocol, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import KvIndex
-from gateway.pool import Fleet
+from gateway.pool import MAX_WORKERS, Fleet
 from gateway.records import Outcome, WorkerId
 from gateway.router import Router
 from gateway.runtime import parts
@@ -67,6 +67,9 @@ _LOOK_S = 0.05
 _TOKENIZE_THREADS = 2
 """Threads that tokenise new text; the tokenizer runs outside the interpreter lock."""
 _BACKLOG = 2048
+_EVENT_SOCKETS = 5 * MAX_WORKERS
+"""A feed takes three (the subscription and both ends of its monitor), a replay one more; the library's own limit of
+1,023 is reached at 341 workers."""
 _TLS_SHUTDOWN_S = 2.0
 """A client that does not say goodbye is cut."""
 
@@ -150,6 +153,7 @@ class Gateway:
         stack.callback(self.upstream.close)
         control = await stack.enter_async_context(open_control_client(tls=self._worker_tls))
         context: zmq.Context[Any] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, _EVENT_SOCKETS)
         stack.callback(context.destroy, linger=0)
         self.membership = Membership(
             fleet=self.fleet,

@@ -48,7 +48,16 @@ class Answer(NamedTuple):
 class ControlClient:
     """Requests over one httpx client; made by `open_control_client`, shared by all probes and polls."""
 
-    def __init__(self, http: httpx.AsyncClient, *, timeout_s: float = 5.0, max_bytes: int = MAX_ANSWER_BYTES) -> None:
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        *,
+        timeout_s: float = 5.0,
+        max_bytes: int = MAX_ANSWER_BYTES,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls` is for those who keep a connection of their own (`poll_line`)."""
+        self.tls = tls
         self._http = http
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
@@ -126,8 +135,11 @@ async def open_control_client(
 ) -> AsyncIterator[ControlClient]:
     """The client for the life of the process. Proxies and netrc of the environment are not used: only the
     configuration decides where traffic goes. `tls` is httpx's `verify`."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+    # None is kept: engines close an idle connection after 5 s, sooner than it is wanted again, and the client's pool
+    # looks at all kept ones for each request, once for each of them: at 200 workers that took a core.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(
         limits=limits, timeout=None, verify=tls, trust_env=False, follow_redirects=False
     ) as http:
-        yield ControlClient(http, timeout_s=timeout_s, max_bytes=max_bytes)
+        context = tls if isinstance(tls, ssl.SSLContext) else None
+        yield ControlClient(http, timeout_s=timeout_s, max_bytes=max_bytes, tls=context)

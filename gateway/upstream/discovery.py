@@ -130,7 +130,7 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
         adapters=adapters,
         block_size=spec.block_size or block_size,
         kv_blocks=spec.kv_blocks or kv_blocks,
-        max_model_len=next((model.max_model_len for model in said.models.data if model.max_model_len), None),
+        max_model_len=_context_length(said.models),
         events=events,
         start_time_unix=start_time(said.metrics),
         findings=tuple(findings),
@@ -159,6 +159,16 @@ def _completed(facts: WorkerFacts, said: _Answers, known: WorkerFacts) -> Worker
     if said.sources_silent or said.metrics_silent:
         facts = replace(facts, events=known.events, ranks=known.ranks, rank_routing=known.rank_routing)
     return facts
+
+
+async def serves_the_same(spec: WorkerSpec, client: ControlClient, known: WorkerFacts) -> bool:
+    """One question to a worker whose process is known to be the same: whether it serves what it did. All else is said
+    once for a process. Raises ProbeFailed when it is not there or not ready."""
+    answer = await client.get(f"{spec.url}/v1/models", api_key=spec.api_key)
+    _check_models(spec, answer)
+    said = _decode(answer, _Models, f"{spec.url}/v1/models")
+    models, adapters = _models(spec, said)
+    return (models, adapters, _context_length(said)) == (known.models, known.adapters, known.max_model_len)
 
 
 # --------------------------------------------------------------------------- asking
@@ -333,6 +343,10 @@ def _models(spec: WorkerSpec, said: _Models) -> tuple[tuple[str, ...], dict[str,
         )
     chosen = {name: base for name, base in adapters.items() if name in spec.models}
     return tuple(name for name in spec.models if name not in chosen), chosen
+
+
+def _context_length(said: _Models) -> int | None:
+    return next((model.max_model_len for model in said.data if model.max_model_len), None)
 
 
 def _root(said: _Answers, models: tuple[str, ...]) -> str | None:

@@ -6,6 +6,8 @@ Rules:
 2. A failed poll delivers nothing. It is counted and its reason kept; the age of the last sample says the rest.
 3. SGLang's scheduler gauges in `/metrics` are refreshed every 40 decode iterations only, so `/v1/loads` is asked first
    and `/metrics` seldom, for the counters.
+4. A server that has had nothing to do for some polls, and has nothing of ours, is asked every third time only: polls of
+   idle workers are most of what a large fleet costs. Its sample stays younger than what is forgotten.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ TIGHTENED = 4.0
 """A tightened poll comes this many times as often, but no more often than `LEAST_POLL_S`."""
 
 LEAST_POLL_S = 0.1
+
+QUIET_POLLS = 3
+IDLE_SKIPS = 2
+"""Polls left out between two of an idle server, that is one that was so for `QUIET_POLLS` (rule 4)."""
 
 JITTER = 0.1
 """Share of the period by which each pause is changed, so that many workers are not asked in one burst."""
@@ -54,7 +60,7 @@ class LoadPoller:
     `counts` is read by metrics and the admin port. `engine` is what probing found. `workers` says who is behind the
     URL, by rank, and may be changed while it runs; without it there is one worker with the name of `spec`. A rank that
     is not in the answer may be gone: the others' samples count, the poll is a failed one, and `on_missing` is called,
-    once.
+    once. `unused` says that nothing of ours is open there.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class LoadPoller:
         random: Random,
         workers: Mapping[int | None, WorkerId] | None = None,
         on_missing: Callable[[], None] | None = None,
+        unused: Callable[[], bool] | None = None,
         poll_s: float = 1.0,
         timeout_s: float = 2.0,
     ) -> None:
@@ -75,8 +82,8 @@ class LoadPoller:
         self._spec = spec
         self._engine = engine
         self._client = client
-        plain = spec.url.startswith("http://")
-        self._line = PollLine(spec.url, api_key=spec.api_key) if plain else None
+        own = client.tls is not None or spec.url.startswith("http://")
+        self._line = PollLine(spec.url, api_key=spec.api_key, tls=client.tls) if own else None
         self._on_sample = on_sample
         self._random = random
         self._usual_s = poll_s
@@ -89,22 +96,33 @@ class LoadPoller:
         self._loads_missing = engine is not EngineKind.SGLANG
         self._counters: Samples = {}
         self._until_counters = 0
+        self._unused = unused or (lambda: False)
+        self._quiet = 0
+        self._skipped = 0
 
     async def run(self) -> None:
         """Never returns. The first poll comes after a small part of a period: a fleet's polls do not start as one."""
         try:
             await asyncio.sleep(self.period_s * self._random.random() * JITTER)
             while True:
-                await self.poll()
+                if not self.skips():
+                    await self.poll()
                 await asyncio.sleep(self.period_s * self._random.uniform(1 - JITTER, 1 + JITTER))
         finally:
             self.close()
+
+    def skips(self) -> bool:
+        """It is time for a poll: whether it is left out (rule 4)."""
+        idle = self._quiet >= QUIET_POLLS and not self._tightened and self._unused()
+        skips = idle and self._skipped < IDLE_SKIPS
+        self._skipped = self._skipped + 1 if skips else 0
+        return skips
 
     def respec(self, spec: WorkerSpec) -> None:
         """The worker has another key; its address is the same."""
         if spec.api_key != self._spec.api_key and self._line is not None:
             self._line.close()
-            self._line = PollLine(spec.url, api_key=spec.api_key)
+            self._line = PollLine(spec.url, api_key=spec.api_key, tls=self._client.tls)
         self._spec = spec
 
     def tighten(self, on: bool) -> None:
@@ -128,9 +146,12 @@ class LoadPoller:
         try:
             samples = await self._samples([rank for rank in workers if rank is not None])
         except (ProbeFailed, ValueError) as error:
+            self._quiet = 0
             self.counts.failed += 1
             self.counts.last_error = str(error)
             return
+        busy = any(sample.running or sample.waiting for sample in samples.values())
+        self._quiet = 0 if busy else self._quiet + 1
         for rank, sample in samples.items():
             self._on_sample(workers[rank], sample)
         missing = workers.keys() - samples.keys()

@@ -15,11 +15,27 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gateway.findings import HITS_NOT_REPORTED
+from gateway.findings import HITS_NOT_REPORTED, METRICS_OFF, PATH_SILENT
 from gateway.prefix import PromptHasher
-from gateway.records import Endpoint, EventSource, Finding, Outcome, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import (
+    Endpoint,
+    EngineKind,
+    EventSource,
+    Finding,
+    Outcome,
+    Slot,
+    TrustState,
+    WorkerFacts,
+    WorkerId,
+    WorkerSpec,
+)
 from gateway.upstream.kv_feed import KvFeed, worst_trust
 from gateway.upstream.load import LoadPoller
+
+WHOLE_EVERY: Final = 6
+
+_PASSING: Final = frozenset((PATH_SILENT.code, METRICS_OFF.code))
+"""Findings that the next probe may not make again."""
 
 _SILENT_ANSWERS: Final = 8
 """Chats that should have hit and reported nothing, before a server is said not to report."""
@@ -76,6 +92,12 @@ class Member:
     reported: bool | None = None
     """Its answers say how much was cached; None while nobody knows."""
     silent_answers: int = 0
+    probed: WorkerFacts | None = None
+    """What the last whole probe found, before answers showed more."""
+    confirmed: bool = False
+    """A load poll since the last probe has shown that its process is the one of `probed`."""
+    short_probes: int = 0
+    """Since the last whole one."""
     withheld: str | None = None
     """Why what runs it wants no new requests there."""
     look: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,6 +112,20 @@ class Member:
     def caught_up(self) -> bool:
         """Joined, and every feed shows what its rank published."""
         return bool(self.seats) and all(feed.caught_up for feed in self.feeds)
+
+    def may_be_short(self, *, asked_for: bool) -> bool:
+        """The next probe need only ask what may change while a process runs: `asked_for` ones, and those after anything
+        odd, ask for all of it; so does every `WHOLE_EVERY`th. Only vLLM tells its start with every load."""
+        known = self.probed
+        return (
+            known is not None
+            and known.engine is EngineKind.VLLM
+            and self.confirmed
+            and not asked_for
+            and self.error is None
+            and self.short_probes < WHOLE_EVERY - 1
+            and not _PASSING.intersection(finding.code for finding in known.findings)
+        )
 
     def by_rank(self) -> dict[int | None, WorkerId]:
         """Who is behind the URL, as a load poll tells them apart."""

@@ -36,7 +36,7 @@ from gateway.pool import Fleet
 from gateway.prefix import PromptHasher
 from gateway.records import EventSource, LoadSample, Outcome, Severity, TrustState, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
-from gateway.upstream.discovery import probe
+from gateway.upstream.discovery import probe, serves_the_same
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
 from gateway.upstream.members import Member, Seat, cut
@@ -99,6 +99,7 @@ class Membership:
         self._on_left = on_left
         self.settings = settings or MembershipSettings()
         self._turns = asyncio.Lock()
+        self._settings_changed = False
         self._members: dict[WorkerId, Member] = {}
         self._log = structlog.get_logger("kvgate.membership")
         self.members: Mapping[WorkerId, Member] = MappingProxyType(self._members)
@@ -117,7 +118,7 @@ class Membership:
             raise ValueError(f"a worker named {spec.name!r} is a member")
         member = self._members[spec.name] = Member(spec)  # at once: the name is taken while the worker is probed
         try:
-            await self._join(member, await probe(spec, self._control))
+            await self._join(member, await self._probe(member, asked_for=True))
         except BaseException:
             if self._members.get(spec.name) is member:
                 del self._members[spec.name]
@@ -144,6 +145,7 @@ class Membership:
         """Other periods. Everybody is probed soon: the block size of a pool's keys and what prompts are cut with may
         have changed too."""
         self.settings = settings
+        self._settings_changed = True
         for member in self._members.values():
             if member.poller is not None:
                 member.poller.pace(settings.poll_s)
@@ -249,9 +251,10 @@ class Membership:
         member = self._members[worker_id]
         retry_s = _FIRST_RETRY_S
         while True:
+            asked_for = member.look.is_set()
             member.look.clear()  # before the probe: who asks for one while it runs has seen something newer
             try:
-                facts = await probe(member.spec, self._control, known=member.facts)
+                facts = await self._probe(member, asked_for=asked_for)
                 if not member.seats:
                     await self._join(member, facts)
                 else:
@@ -277,6 +280,17 @@ class Membership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s * self._rng.uniform(0.9, 1.1)):
                     await member.look.wait()
+
+    async def _probe(self, member: Member, *, asked_for: bool) -> WorkerFacts:
+        """What the server says of itself, or what it said if that still holds. Raises ProbeFailed."""
+        known, short = member.probed, member.may_be_short(asked_for=asked_for)
+        member.confirmed = False
+        if known is not None and short and await serves_the_same(member.spec, self._control, known):
+            member.short_probes += 1
+            return known
+        member.short_probes = 0
+        member.probed = await probe(member.spec, self._control, known=known)
+        return member.probed
 
     def _failed(self, member: Member, reason: str) -> None:
         if member.error != reason:
@@ -312,8 +326,9 @@ class Membership:
             member.compared, member.differences = False, ()
         if facts != before:
             await self._refresh(member, facts)
-        else:
-            await self._fit_block_sizes()  # the configuration may have changed
+        elif self._settings_changed:
+            self._settings_changed = False
+            await self._fit_block_sizes()
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
         member.hasher = await self._on_joining(member.spec, facts)
@@ -336,6 +351,7 @@ class Membership:
                 random=self._rng,
                 workers=member.by_rank(),
                 on_missing=member.look.set,
+                unused=lambda: self._is_unused(member),
                 poll_s=self.settings.poll_s,
             )
             self._tasks.start(f"load {spec.name}", member.poller.run)
@@ -433,8 +449,15 @@ class Membership:
     def _on_sample(self, worker_id: WorkerId, sample: LoadSample) -> None:
         self._fleet.load(worker_id, sample, self._clock())
         member = self.member_of(worker_id)
-        if member is not None and member.facts is not None and sample.start_time_unix != member.facts.start_time_unix:
-            member.look.set()
+        if member is not None and member.facts is not None:
+            if sample.start_time_unix != member.facts.start_time_unix:
+                member.look.set()
+            else:
+                member.confirmed = sample.start_time_unix is not None
+
+    def _is_unused(self, member: Member) -> bool:
+        workers = self._fleet.workers
+        return not any(workers[name].inflight_requests for name in member.seats)
 
     # ------------------------------------------------------------------ index and feeds
 

@@ -210,6 +210,38 @@ async def test_polls_go_on_until_cancelled(poller: Pollers) -> None:
     assert (polling.counts.failed, polling.counts.last_error) == (0, None)
 
 
+async def test_an_idle_worker_is_polled_every_third_time(poller: Pollers) -> None:
+    """Until something of ours, or of somebody else, is there; then at every period again."""
+    app, samples, ours = Replay("vllm-0.32.0"), Samples(), [False]
+    busy = app.answers["/metrics"][1]
+    lines = [line for line in busy.splitlines() if not line.startswith(b"vllm:num_requests")]
+    idle = b"\n".join([*lines, b"vllm:num_requests_running 0", b"vllm:num_requests_waiting 0"])
+    app.answers["/metrics"] = (200, idle)
+
+    def asked(looks: int, polling: LoadPoller) -> int:
+        return sum(not polling.skips() for _ in range(looks))
+
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.VLLM, samples, unused=lambda: not ours[0])
+        for _ in range(2):
+            await polling.poll()
+        assert asked(6, polling) == 6  # it was idle only just now
+        await polling.poll()
+        assert asked(6, polling) == 2
+        ours[0] = True
+        assert asked(6, polling) == 6
+        ours[0] = False
+        polling.tighten(True)
+        assert asked(6, polling) == 6
+        polling.tighten(False)
+        app.answers["/metrics"] = (200, busy)
+        await polling.poll()
+        assert asked(6, polling) == 6
+        app.answers["/metrics"] = (500, b"")
+        await polling.poll()
+        assert asked(6, polling) == 6
+
+
 async def test_a_failed_poll_is_counted_and_the_next_good_one_delivers(poller: Pollers) -> None:
     app, samples = Replay("vllm-0.32.0"), Samples()
     good = app.answers["/metrics"]

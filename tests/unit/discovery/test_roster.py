@@ -127,11 +127,13 @@ def test_or_until_the_operator_adds_it_again() -> None:
     roster = Roster()
     roster.add(spec("w1"), 1.0)
     roster.withdraw(spec("w1"), 2.0, out=True)
-    assert (dict(roster.entries()), roster.excludes(spec("w1"))) == ({}, False)
+    assert not roster.entries()
     roster.listed("config", found(spec("w1")), 3.0)
     roster.withdraw(spec("w1"), 3.0, out=True)
     roster.add(spec("again", "w1"), 4.0)
-    assert roster.entries()[W1].sources == ("config", "admin")
+    assert list(roster.entries().values()) == [(spec("again", "w1"), None, ("admin",))]
+    roster.withdraw(spec("again", "w1"), 5.0, out=False)
+    assert not roster.entries()
 
 
 def test_there_is_an_end_to_it() -> None:

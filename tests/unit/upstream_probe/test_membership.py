@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from random import Random
@@ -56,6 +57,7 @@ class Stand:
         """Further paths that are answered."""
         self.away: set[str] = set()
         self.probes = 0
+        self.asked: Counter[str] = Counter()
         self.on_probe: Callable[[], None] | None = None
         self.on_joining: Callable[[], Awaitable[None]] | None = None
         self.membership = Membership(
@@ -88,6 +90,7 @@ async def stand() -> AsyncIterator[Stand]:
     def handle(request: httpx.Request) -> httpx.Response:
         if request.url.host in ("down", *made[0].away):
             raise httpx.ConnectError("refused")
+        made[0].asked[request.url.path] += 1
         if request.url.path == "/v1/models":
             made[0].probes += 1
             meanwhile, made[0].on_probe = made[0].on_probe, None
@@ -256,6 +259,54 @@ async def test_what_a_worker_serves_later_is_found(stand: Stand) -> None:
                 await asyncio.sleep(0)
         following.cancel()
     assert stand.fleet.pools["poet"].adapter == "poet"
+
+
+async def probes(stand: Stand, count: int, *, before_each: Callable[[], Awaitable[None]]) -> Counter[str]:
+    """What that many regular probes of w1 ask for."""
+    stand.asked.clear()
+    ended = asyncio.Event()
+    wanted = stand.probes + count
+
+    def again() -> None:
+        stand.on_probe = again
+        if stand.probes >= wanted:
+            ended.set()
+
+    stand.on_probe = again
+    stand.membership.settings = MembershipSettings(refresh_s=0.05)
+    follow = asyncio.ensure_future(stand.tasks.runs["worker w1"]())
+    async with asyncio.timeout(20):
+        while not ended.is_set():
+            await before_each()
+            await asyncio.sleep(0.005)
+    follow.cancel()
+    stand.on_probe = None
+    return stand.asked
+
+
+async def test_a_process_that_is_known_to_be_the_same_is_asked_for_its_models_only(stand: Stand) -> None:
+    """The load polls tell when the process began; every sixth probe asks for all again, and so do those asked for."""
+    vllm(stand, 1)
+    stand.answers["/metrics"] += "\nprocess_start_time_seconds 1000"
+    await stand.membership.add(WorkerSpec(W1, "https://w1:8000"))
+    poller = stand.membership.members[W1].poller
+    assert poller is not None
+    asked = await probes(stand, 12, before_each=poller.poll)
+    assert asked["/v1/models"] >= 12
+    assert 2 <= asked["/version"] <= 3
+
+    stand.models.append({"id": "lora", "parent": "m"})
+    await probes(stand, 6, before_each=poller.poll)
+    assert "lora" in stand.membership.members[W1].facts.adapters  # type: ignore[union-attr]
+
+
+async def test_a_process_nobody_vouches_for_is_asked_for_all(stand: Stand) -> None:
+    vllm(stand, 1)
+    await stand.membership.add(WorkerSpec(W1, "https://w1:8000"))
+    poller = stand.membership.members[W1].poller
+    assert poller is not None
+    asked = await probes(stand, 6, before_each=poller.poll)
+    assert asked["/version"] >= 5
 
 
 async def test_a_look_asked_for_while_a_probe_runs_is_not_lost(stand: Stand) -> None:
