@@ -452,6 +452,31 @@ REPLICAS = Dashboard(
     "kvgate / replicas and queue",
     (
         (
+            "Queue",
+            (
+                Panel(
+                    "Waiting",
+                    "short",
+                    "Requests held at the gateway, by pool and class.",
+                    (Query("sum by (pool, class) (kvgate_queue_depth)", "{{pool}} {{class}}"),),
+                    stacked=True,
+                ),
+                Panel(
+                    "Time in the queue (p99)",
+                    "s",
+                    "Of requests that were held.",
+                    (Query(sometimes(quantile(0.99, "kvgate_queue_seconds", "")), "p99"),),
+                ),
+                Panel(
+                    "Turned away",
+                    "reqps",
+                    "429 and 503 with a Retry-After.",
+                    (Query(sometimes(rate("kvgate_shed_total", "pool, reason")), "{{pool}} {{reason}}"),),
+                    stacked=True,
+                ),
+            ),
+        ),
+        (
             "Replicas",
             (
                 Panel("Redis", "none", "1: reached.", (Query("kvgate_store_up", "{{instance}}"),), most=1),

@@ -185,6 +185,13 @@ CASES = [
         M,
     ),
     Case(
+        "KvgateQueueShedding",
+        {'kvgate_shed_total{pool="m",reason="queue_full"}': grows(30, 20)},
+        {'kvgate_shed_total{pool="m",reason="queue_full"}': stays(7, 20)},
+        20,
+        {"pool": "m", "reason": "queue_full"},
+    ),
+    Case(
         "KvgateAccountingDrift",
         {'kvgate_accounting_drift{worker="w1"}': stays(1, 20)},
         {'kvgate_accounting_drift{worker="w1"}': "1 0x20"},
