@@ -187,7 +187,11 @@ class KvFeed:
     @property
     def trust(self) -> TrustState:
         """How far the index shows what this rank holds, or the worst of the ranks that publish here."""
-        return worst_trust(lane.state.trust for lane in self._lanes())
+        if not self._others:
+            return self._state.trust
+        # One batch under another number is no rank: nothing more may come that could end its doubt.
+        ranks = (lane.state for lane in self._others.values() if lane.state.counters.batches > 1)
+        return worst_trust(state.trust for state in (self._state, *ranks))
 
     @property
     def doubt(self) -> str | None:

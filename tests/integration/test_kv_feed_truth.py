@@ -235,6 +235,22 @@ async def test_what_is_not_believed_counts_no_more_at_once_and_goes_in_turns() -
             assert usable(index, new[0]) == 1
 
 
+async def test_a_stray_rank_number_leaves_no_doubt() -> None:
+    def batch(rank: int, number: int, name: int) -> list[bytes]:
+        payload = msgspec.msgpack.encode([time.time(), [stored(name)], rank])
+        return [b"kv@w@m", number.to_bytes(8, "big"), payload]
+
+    with engine(layout="off") as publisher:
+        async with following(publisher.source()) as (feed, index):
+            await publisher.subscriber()
+            for rank, number in ((0, 0), (9, 1), (0, 1)):
+                publisher.send(batch(rank, number, 10 * rank + number + 1))
+            await until(lambda: index.resident(WORKER, Tier.GPU) == 3)
+            assert (feed.other_ranks, feed.trust) == ((9,), TrustState.TRUSTED)
+            publisher.send(batch(9, 5, 99))
+            await until(lambda: feed.trust is TrustState.UNCERTAIN)
+
+
 async def test_ranks_that_share_an_address_are_doubted_and_learned_anew_together() -> None:
     def batch(rank: int, number: int, name: int) -> list[bytes]:
         payload = msgspec.msgpack.encode([time.time(), [stored(name)], rank])

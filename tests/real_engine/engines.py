@@ -139,7 +139,9 @@ def _until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     until = time.monotonic() + START_WITHIN_S
     while time.monotonic() < until:
         with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            # Until it listens, its port may be somebody else's.
+            ours = MODEL in httpx.get(f"{url}/v1/models", timeout=5).text
+            if ours and httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         with suppress(subprocess.TimeoutExpired):
             ended = process.wait(0.5)
