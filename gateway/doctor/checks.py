@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from gateway import findings as table
 from gateway.records import EngineKind, EventSource, Finding, WorkerFacts, WorkerSpec
+from gateway.settings import is_loopback
 
 MAX_SKEW_S = 2.0
 """Below it clocks count as equal: an HTTP date has whole seconds."""
@@ -153,8 +155,14 @@ def check_salts(seen: Seen) -> Iterable[Finding]:
     if seen.tried is not None and seen.tried.salted:
         yield table.SALT_IGNORED.found(cached=seen.tried.salted)
     for feed in seen.feeds:
-        if feed.heard is not None and feed.heard.salt_shown and feed.source.endpoint.startswith("tcp://"):
+        if feed.heard is not None and feed.heard.salt_shown and _others_reach(feed.source.endpoint):
             yield table.SALTS_IN_CLEAR.found(endpoint=feed.source.endpoint)
+
+
+def _others_reach(endpoint: str) -> bool:
+    """Whether it is more than a machine's own: neither a file's nor a loopback address."""
+    where = urlsplit(endpoint)
+    return where.scheme == "tcp" and not is_loopback(where.hostname or "")
 
 
 def check_clock(seen: Seen) -> Iterable[Finding]:

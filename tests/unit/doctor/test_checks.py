@@ -127,8 +127,9 @@ def test_without_prefix_caching_nothing_else_is_blamed() -> None:
 
 def test_salts() -> None:
     assert codes(check_salts(seen(replace(HEARD, salt_shown=True)))) == ["salts_in_clear"]
-    local = FeedSeen(EventSource(0, "ipc:///run/kv"), Reach.OPEN, None, replace(HEARD, salt_shown=True))
-    assert codes(check_salts(seen(feeds=(local,)))) == []
+    for own in ("ipc:///run/kv", "tcp://127.0.0.1:5557", "tcp://localhost:5557", "tcp://[::1]:5557"):
+        local = FeedSeen(EventSource(0, own), Reach.OPEN, None, replace(HEARD, salt_shown=True))
+        assert codes(check_salts(seen(feeds=(local,)))) == []
     assert codes(check_salts(seen(tried=Tried(200, 0, 192, 192)))) == ["salt_ignored"]
 
 
