@@ -190,7 +190,7 @@ def worker_lines(worker: WorkerAnswer) -> Iterable[tuple[str, str]]:
 def pool_table(pools: Iterable[PoolAnswer]) -> Table:
     """A line a served name."""
     table = columns(
-        "model", "base", "ready>", "not ready", "open>", "block>", "prefill tok/s>", "ms/token>", "prompt>", "answer>",
+        "model", "base", "ready>", "not ready", "open>", "queued>", "wait>", "shed>", "block>", "prefill tok/s>", "ms/token>", "prompt>", "answer>",
         "retries>", "refused>",
     )  # fmt: skip
     for pool in pools:
@@ -202,6 +202,9 @@ def pool_table(pools: Iterable[PoolAnswer]) -> Table:
             f"[bold red]{ready} panic[/]" if pool.panic else ready,
             reasons or DASH,
             str(pool.inflight_requests),
+            str(sum(pool.queued.values())),
+            seconds(pool.drain_s) if any(pool.queued.values()) else DASH,
+            str(sum(pool.shed.values())),
             str(pool.block_size),
             count(1 / pool.prefill_token_s),
             f"{pool.inter_token_floor_s * 1000:.1f}",

@@ -32,10 +32,13 @@ def pools(
     token: TokenOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """List the served names: workers ready and not, and why; speeds learned, means of prompts and answers.
+    """List the served names: workers ready and not, and why; requests that wait; speeds learned, mean lengths.
 
     \b
     kvgate pools
+
+    Columns: `queued` requests wait at the gateway, about `wait` long; `shed` were sent away, and `refused` retries not
+    made, since the start; `prompt` and `answer` are mean lengths in tokens.
     """
     port = admin_port(admin, token, config)
     with told():
