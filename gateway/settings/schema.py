@@ -13,6 +13,7 @@ from gateway.settings.tree import Settings
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 _UNITS = {
+    "max_inflight": "requests",
     "shards": "shards",
     "shard_workers": "workers",
     "share": "share, 0 to 1",
