@@ -31,6 +31,7 @@ _UNITS = {
     "data_parallel_size": "ranks",
     "max_connections": "connections",
     "max_sessions": "sessions",
+    "max_inflight": "requests",
     "failures": "requests",
     "max": "workers",
     "alpha": "factor",
