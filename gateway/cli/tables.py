@@ -190,8 +190,8 @@ def worker_lines(worker: WorkerAnswer) -> Iterable[tuple[str, str]]:
 def pool_table(pools: Iterable[PoolAnswer]) -> Table:
     """A line a served name."""
     table = columns(
-        "model", "base", "ready>", "not ready", "open>", "queued>", "wait>", "shed>", "block>", "prefill tok/s>", "ms/token>", "prompt>", "answer>",
-        "retries>", "refused>",
+        "model", "base", "ready>", "not ready", "open>", "queued>", "wait>", "shed>", "block>", "prefill tok/s>",
+        "ms/token>", "prompt>", "answer>", "retries>", "refused>",
     )  # fmt: skip
     for pool in pools:
         ready = f"{len(pool.ready)}/{len(pool.workers)}"
