@@ -31,7 +31,6 @@ _UNITS = {
     "data_parallel_size": "ranks",
     "max_connections": "connections",
     "max_sessions": "sessions",
-    "max_inflight": "requests",
     "failures": "requests",
     "max": "workers",
     "alpha": "factor",
