@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway.records import WorkerId
+from gateway.sim.faults import Fault, FaultKind
 from tests.integration.redis_server import RedisServer, redis_server
 from tests.integration.rig import fast, until
 from tests.integration.two_gateways import Chats, peers, replicas
@@ -136,3 +137,22 @@ async def test_a_replica_that_ends_says_so_and_one_that_dies_is_forgotten(redis:
         began = time.monotonic()
         await until(lambda: peers(rig.gateways[0]) == 0)
         assert time.monotonic() - began > 1.5
+
+
+async def test_a_burst_of_siblings_through_two_replicas_spreads(redis: RedisServer) -> None:
+    """No event comes, a new prefix of 256 blocks, 200 requests at once through two replicas."""
+    async with replicas(2, store=redis.url, engines=4, engine=fast(speed=20.0)) as rig:
+        for engine in rig.engines:
+            engine.fault(Fault(FaultKind.HOLD))
+        prefix = [7 + at % 5000 for at in range(256 * 16)]
+
+        async def ask(number: int) -> str:
+            suffix = [5000 + number * 31 + at for at in range(32)]
+            body = {"model": "demo", "prompt": [*prefix, *suffix], "max_tokens": 1}
+            answer = await rig.clients[number % 2].post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return str(answer.headers["x-kvgate-worker"])
+
+        names = await asyncio.gather(*map(ask, range(200)))
+        shares = [names.count(name) / len(names) for name in set(names)]
+        assert max(shares) <= 0.7, shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -12,8 +12,11 @@ from random import Random
 import pytest
 from pydantic import SecretStr
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
-from gateway.replicas import Exchange, StoreAddress
+from gateway.discovery import Found
+from gateway.records import WorkerId, WorkerSpec
+from gateway.replicas import Announcer, Exchange, RegistrySource, Shelf, StoreAddress
 from gateway.runtime import Supervisor
 from gateway.settings import RedisSettings
 from tests.integration.certificates import Authority, authority
@@ -37,14 +40,14 @@ def _address(url: str, **more: object) -> StoreAddress:
 
 
 @asynccontextmanager
-async def _two(address: StoreAddress) -> AsyncIterator[list[Exchange]]:
+async def _two(address: StoreAddress, *, channel: str = "test:replicas") -> AsyncIterator[list[Exchange]]:
     """Two replicas that talk over this store, and hear each other at the end of the context too."""
     supervisor = Supervisor(time.monotonic)
     exchanges = []
     for number in (1, 2):
         site = Site(number)
         exchange = Exchange(
-            address, site.journal, site.peers, channel="test:replicas", clock=time.monotonic, rng=Random(number)
+            address, site.journal, site.peers, channel=channel, clock=time.monotonic, rng=Random(number)
         )
         supervisor.start(f"listen {number}", exchange.listen)
         supervisor.start(f"speak {number}", exchange.speak)
@@ -90,6 +93,50 @@ async def test_a_password(tmp_path: Path) -> None:
         await supervisor.close()
         assert not refused.up
         assert "wrong-password" not in (refused.error or "")
+
+
+async def test_the_user_of_the_guide_may_do_all_that_is_done(tmp_path: Path) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "replicas.md"
+    (line,) = [line for line in guide.read_text().splitlines() if line.startswith("ACL SETUSER")]
+    async with redis_server(tmp_path) as server:
+        async with server.client() as client:
+            assert await _command(client, line) == b"OK"
+        address = _address(f"redis://kvgate:secret@127.0.0.1:{server.port}")
+        async with _two(address, channel="kvgate:replicas"):
+            pass
+        shelf = Shelf(address, prefix="kvgate", life_s=60.0)
+        assert [await shelf.claim("a", 10.0), await shelf.claim("a", 10.0)] == [True, False]
+        await shelf.put("a", b"value")
+        assert await shelf.get("a") == b"value"
+        with pytest.raises(RedisError):
+            await Shelf(address, prefix="others", life_s=60.0).get("a")
+
+        found: list[str] = []
+
+        class Listed:
+            def present(self, all_found: Iterable[Found]) -> None:
+                found[:] = [one.spec.url for one in all_found]
+
+            def failed(self, reason: str) -> None:
+                raise AssertionError(reason)
+
+        async def answers() -> bool:
+            return True
+
+        announcer = Announcer(
+            address, prefix="kvgate", url="http://w", worker=b"{}", heartbeat_s=1.0, alive=answers,
+            on_change=lambda what: None,
+        )  # fmt: skip
+        source = RegistrySource(
+            address, prefix="kvgate", refresh_s=0.1, read=lambda text: WorkerSpec(WorkerId("w"), "http://w"),
+            clock=time.monotonic, rng=Random(1),
+        )  # fmt: skip
+        tasks = [asyncio.ensure_future(run) for run in (announcer.run(), source.run(Listed()))]
+        await until(lambda: found == ["http://w"])
+        tasks[0].cancel()
+        await announcer.leave()
+        await until(lambda: found == [])
+        tasks[1].cancel()
 
 
 async def test_tls_with_a_client_certificate(tmp_path: Path, ours: Authority) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -90,22 +89,3 @@ async def test_without_an_answer_of_the_store_the_replay_alone_tells(redis: Redi
         second = await rig.add()
         assert _results(second)["store"] >= 1
         await until(lambda: _blocks(second) == _blocks(rig.gateways[0]) > 0)
-
-
-async def test_a_burst_of_siblings_through_two_replicas_spreads(redis: RedisServer) -> None:
-    """No event comes, a new prefix of 256 blocks, 200 requests at once through two replicas."""
-    async with replicas(2, store=redis.url, engines=4, engine=fast(speed=20.0)) as rig:
-        for engine in rig.engines:
-            engine.fault(Fault(FaultKind.HOLD))
-        prefix = [7 + at % 5000 for at in range(256 * 16)]
-
-        async def ask(number: int) -> str:
-            suffix = [5000 + number * 31 + at for at in range(32)]
-            body = {"model": "demo", "prompt": [*prefix, *suffix], "max_tokens": 1}
-            answer = await rig.clients[number % 2].post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            return str(answer.headers["x-kvgate-worker"])
-
-        names = await asyncio.gather(*map(ask, range(200)))
-        shares = [names.count(name) / len(names) for name in set(names)]
-        assert max(shares) <= 0.7, shares

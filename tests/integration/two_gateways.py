@@ -53,7 +53,7 @@ class Replicas:
         self.clients.append(
             await self.stack.enter_async_context(
                 httpx.AsyncClient(
-                    base_url=self.ports[-1].url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None)
+                    base_url=self.ports[-1].url, timeout=3 * PATIENCE_S, limits=httpx.Limits(max_connections=None)
                 )
             )
         )
