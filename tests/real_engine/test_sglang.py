@@ -42,7 +42,7 @@ async def test_tokens(tokens: int, engine: Engine, directory: Path) -> None:
 
 
 async def test_longer_prompts_and_nodes_that_split(engine: Engine, directory: Path) -> None:
-    head, tail, other = prompt(201_000, 4 * SIZE), prompt(201_001, 53), prompt(201_002, 3 * SIZE)
+    head, tail, other = prompt(211_000, 4 * SIZE), prompt(211_001, 53), prompt(211_002, 3 * SIZE)
     async with fleet(engine, directory) as f:
         await f.warm(prompt=[*head, 7])
         assert await f.ask(prompt=[*head, *tail]) == (4 * SIZE, 4 * SIZE)
