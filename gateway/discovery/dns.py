@@ -73,7 +73,7 @@ class DnsSource:
         try:
             hosts = await _Lookup(query).hosts()
         except (dns.exception.DNSException, OSError) as error:
-            publish.failed(f"{query.name} cannot be looked up: {error or type(error).__name__}")
+            publish.failed(f"{query.name} cannot be looked up: {_why(error, query)}")
             return
         now = self._clock()
         if hosts or not self._listed:
@@ -86,6 +86,17 @@ class DnsSource:
                 return
         self._listed = True
         publish.present(_found(query, hosts))
+
+
+def _why(error: Exception, query: DnsName) -> str:
+    """The same words each time: the library's own hold how long each server took."""
+    match error:
+        case dns.exception.Timeout():
+            return f"no answer within {query.timeout_s:g} s"
+        case dns.resolver.NoNameservers():
+            return "its name servers refuse or fail"
+        case _:
+            return str(error) or type(error).__name__
 
 
 def _found(query: DnsName, hosts: Iterable[tuple[str, int]]) -> list[Found]:

@@ -228,7 +228,7 @@ class LoadSettings(Section):
 
     poll_s: Seconds = Field(
         1,
-        description="Seconds between two polls of one worker.",
+        description="Seconds between two polls of one worker; one that is idle is polled every third time.",
         json_schema_extra=why("between two polls our own counts say what we have added"),
     )
 

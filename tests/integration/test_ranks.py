@@ -135,7 +135,11 @@ async def test_ranks_in_the_admin_port() -> None:
         assert not r.gateway.fleet.workers
         assert "w1@" not in (await r.http.get(admin + "/metrics")).text
         joined = await r.http.post(admin + "/admin/workers", json={"url": r.engines[0].url, "name": "again"})
-        assert (joined.status_code, joined.json()["id"], joined.json()["member"]) == (201, "again@0", "again")
+        assert joined.status_code == 201
+        assert [(w["id"], w["member"]) for w in joined.json()["workers"]] == [
+            ("again@0", "again"),
+            ("again@1", "again"),
+        ]
         assert set(r.gateway.fleet.workers) == {"again@0", "again@1"}
 
 
@@ -186,7 +190,8 @@ async def test_ranks_can_be_kept_together() -> None:
         admin = r.ports.admin_url
         await r.http.delete(admin + "/admin/workers/w1")
         joined = await r.http.post(admin + "/admin/workers", json={"url": url, "name": "w1", "ranks": "one"})
-        assert (joined.json()["id"], joined.json()["ranks"]) == ("w1", [0, 1])
+        (worker,) = joined.json()["workers"]
+        assert (worker["id"], worker["ranks"]) == ("w1", [0, 1])
         assert len(r.gateway.membership.members[W1].feeds) == 2
         prompt = prompt_of(9, 8)
         await warm(r, 1, prompt)
