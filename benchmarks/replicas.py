@@ -1,11 +1,11 @@
 """Several gateways over one fleet, with and without what they tell each other: traces on the virtual clock.
 
-    python -m benchmarks.replicas [--traces DIR] [--only NAME] [--delay S]
+    python -m benchmarks.replicas [--traces DIR] [--only NAME] [--delay S] [--at-once]
 
 Requests of a trace go to one replica after the other. Each has a router, a fleet and an index of its own; events and
 polls reach all of them. With the exchange, the serving journal and peers talk in the serving messages: news `batch_s`
-after the first of them, a full state a second, `delay` on the way. Messages and bytes are for each request. No network,
-no noise: the same figures every time.
+after the first of them, a full state a second, `delay` on the way. Requests wait at the gateway as in service. Messages
+and bytes are for each request. No network, no noise: the same figures every time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.scoring import CASES, WORKERS, Case
+from gateway.admission import Admission, AdmissionSettings
 from gateway.kv import KvIndex
 from gateway.kv.events import KvEvent
 from gateway.policy import make_policy
@@ -30,7 +31,7 @@ from gateway.replicas.messages import decode, encode
 from gateway.router import Router
 from gateway.sim.engine import PRESETS
 from gateway.sim.engine_records import Happening
-from gateway.sim.replay import Replay, ReplayReport
+from gateway.sim.replay import _PUMP, Replay, ReplayReport
 from gateway.sim.trace import Turn, arrivals, read_trace
 
 TRACES = Path(__file__).parent.parent / "tests" / "golden" / "traces"
@@ -44,6 +45,7 @@ class _Site:
 
     def __init__(self, number: int, fleet: Fleet, index: KvIndex, router: Router) -> None:
         self.fleet, self.index, self.router = fleet, index, router
+        self.admission: Admission | None = None
         self.news_at: float | None = None
         self.changed = False
         self.journal = Journal(number, fleet, index, on_change=self._wake)
@@ -68,7 +70,7 @@ class ReplicaReplay(Replay):
     """A replay through `replicas` routers instead of one. The base sees one at a time, the one whose turn it is."""
 
     def __init__(
-        self, case: Case, turns: list[Turn], *, replicas: int, shared: bool, delay_s: float, seed: int = 1
+        self, case: Case, turns: list[Turn], *, replicas: int, shared: bool, hold: bool, delay_s: float, seed: int = 1
     ) -> None:
         model = PRESETS[case.preset]
         policy = make_policy("seconds", rng=Random(seed))
@@ -82,6 +84,9 @@ class ReplicaReplay(Replay):
         self._sites = [_Site(1, self.fleet, self.index, self.router)]
         for number in range(2, replicas + 1):
             self._sites.append(self._another(number, case.block_size, seed))
+        if hold:
+            for site in self._sites:
+                site.admission = Admission(site.router, self._wake, settings=AdmissionSettings())
         self._turn = count()
 
     def _another(self, number: int, block_size: int, seed: int) -> _Site:
@@ -99,7 +104,8 @@ class ReplicaReplay(Replay):
 
     def _arrive(self, turn: Turn) -> None:
         self._carry()
-        self.router = self._sites[next(self._turn) % len(self._sites)].router
+        site = self._sites[next(self._turn) % len(self._sites)]
+        self.router, self.admission = site.router, site.admission
         super()._arrive(turn)
         self._plan()
 
@@ -117,6 +123,16 @@ class ReplicaReplay(Replay):
             self.fleet = site.fleet
             super()._poll()
             site.router.expire(self._now)
+
+    def _pump(self) -> None:
+        self._carry()
+        self._pump_wanted = False
+        self._pumps += 1
+        again = [site.admission.pump(self._now) for site in self._sites if site.admission is not None]
+        soonest = min((at for at in again if at is not None), default=None)
+        if soonest is not None:
+            self._enter(soonest, _PUMP, 0, self._pumps)
+        self._plan()
 
     # ---------------------------------------------------------------- messages
 
@@ -169,11 +185,13 @@ class ReplicaReplay(Replay):
         self.traffic.hear_s += time.process_time() - began
 
 
-def run(case: Case, traces: Path, *, replicas: int, shared: bool, delay_s: float) -> tuple[ReplayReport, Traffic]:
+def run(
+    case: Case, traces: Path, *, replicas: int, shared: bool, hold: bool, delay_s: float
+) -> tuple[ReplayReport, Traffic]:
     """One replay. Raises OSError when there is no such trace."""
     rows = read_trace(traces / case.file)
     turns = arrivals(rows, block_size=case.block_size, rate=case.rate, max_rows=case.max_rows)
-    replay = ReplicaReplay(case, turns, replicas=replicas, shared=shared, delay_s=delay_s)
+    replay = ReplicaReplay(case, turns, replicas=replicas, shared=shared, hold=hold, delay_s=delay_s)
     return replay.run(), replay.traffic
 
 
@@ -183,6 +201,7 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--only", action="append", choices=tuple(CASES))
     parser.add_argument("--delay", type=float, default=DELAY_S, help="seconds a message takes")
+    parser.add_argument("--at-once", action="store_true", help="place every request on arrival, hold none")
     options = parser.parse_args()
     titles = (
         "trace",
@@ -201,7 +220,12 @@ def main() -> int:
         for replicas in REPLICAS:
             for shared in (False, True) if replicas > 1 else (False,):
                 report, traffic = run(
-                    CASES[name], options.traces, replicas=replicas, shared=shared, delay_s=options.delay
+                    CASES[name],
+                    options.traces,
+                    replicas=replicas,
+                    shared=shared,
+                    hold=not options.at_once,
+                    delay_s=options.delay,
                 )
                 what = "-" if replicas == 1 else ("yes" if shared else "no")
                 print(
