@@ -8,7 +8,8 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/kvgate
 COPY pyproject.toml constraints.txt ./
 # Dependencies first: they change seldom, so a change of the code builds in seconds.
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+      print(*p['dependencies'], *p['optional-dependencies']['tracing'], sep='\n')" \
       > requirements.txt \
     && /opt/kvgate/bin/pip install -c constraints.txt -r requirements.txt
 COPY README.md LICENSE ./

@@ -280,6 +280,7 @@ class Lease:
             stages=stages,
             error_code=ending.error_code,
             tenant=request.tenant,
+            trace=ending.trace,
         )
 
 

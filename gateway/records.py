@@ -429,6 +429,16 @@ class StageTimes(NamedTuple):
     connect_s: float = 0.0
 
 
+class Trace(NamedTuple):
+    """Where a request stands in a distributed trace (W3C Trace Context): hexadecimal ids, the caller's span or None,
+    and whether spans are to be recorded. `span_id` names the gateway's own span, the parent of the worker's."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    sampled: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """What the edge saw of a request's end; the lease turns it into the outcome.
@@ -445,6 +455,7 @@ class Ending:
     first_byte_at: float | None = None
     last_byte_at: float | None = None
     error_code: str | None = None
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,3 +493,4 @@ class Outcome:
     stages: StageTimes = field(default_factory=StageTimes)
     error_code: str | None = None
     tenant: str | None = None
+    trace: Trace | None = None

@@ -38,6 +38,7 @@ from gateway.records import (
     Result,
     StageTimes,
 )
+from gateway.telemetry.tracing import traceparent
 from gateway.upstream.headers import AnswerHead, Headers, request_head
 from gateway.upstream.tokenizing import Untold
 
@@ -94,6 +95,7 @@ class Exchange:
         "_streamed",
         "_target",
         "_task",
+        "_trace",
         "_untold",
         "_usage_hidden",
         "_visit",
@@ -149,6 +151,7 @@ class Exchange:
         self._untold: Untold | None = None
         self._cors = settings.cors.lines(fields.get(b"origin")) if settings.cors is not None else b""
         self._debug = may_see(fields.get(DEBUG_HEADER), settings.debug_token)
+        self._trace = edge.trace(fields.get(b"traceparent")) if edge.trace is not None else None
         self._visit: Visit | None = None
         self.refusal: InvalidKey | None = None
         """Why the body need not be read."""
@@ -244,7 +247,11 @@ class Exchange:
         if self._asked_s is not None:
             total_s = min(total_s, asked_seconds(self._asked_s))
         head = request_head(
-            self._target, self._headers, request_id=self._request_id, credentials_end_here=settings.keys is not None
+            self._target,
+            self._headers,
+            request_id=self._request_id,
+            credentials_end_here=settings.keys is not None,
+            traceparent=traceparent(self._trace) if self._trace is not None else b"",
         )
         if settings.tenant_salt:
             body = ask_for_salt(body, request)
@@ -444,7 +451,7 @@ class Exchange:
         # Nothing may be left that only the garbage collector could take apart.
         self._task = self._relay = self._untold = None
         if relay is None:
-            ending = Ending(result, status, now, error_code=error_code)
+            ending = Ending(result, status, now, error_code=error_code, trace=self._trace)
         else:
             ending = Ending(
                 result,
@@ -455,6 +462,7 @@ class Exchange:
                 relay.first_byte_at,
                 relay.last_byte_at,
                 error_code,
+                self._trace,
             )
         work = self._work
         lease, work.lease = work.lease, None
@@ -492,6 +500,7 @@ class Exchange:
             stages=self._stage_times(),
             error_code=ending.error_code,
             tenant=self._tenant,
+            trace=ending.trace,
         )
 
     @property

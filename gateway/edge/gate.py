@@ -19,7 +19,7 @@ from gateway.edge.responses import Cors
 from gateway.edge.turns import Turns
 from gateway.errors import BadRequest
 from gateway.prefix import PromptHasher
-from gateway.records import Endpoint, Outcome, WorkerSpec
+from gateway.records import Endpoint, Outcome, Trace, WorkerSpec
 from gateway.router import Router
 from gateway.upstream.connections import Timeouts
 from gateway.upstream.deadlines import Deadlines
@@ -140,12 +140,14 @@ class Edge:
         request_ids: Callable[[], str],
         on_retry: Callable[[Outcome], None] | None = None,
         ask_tokens: Callable[[Untold, WorkerSpec], None] | None = None,
+        trace: Callable[[bytes | None], Trace] | None = None,
         settings: EdgeSettings | None = None,
         tick_s: float = 0.25,
     ) -> None:
         """`hashers` gives the hasher of a base model. `on_outcome` gets one record for every request, `on_retry` one
         for every attempt that was followed by another, `ask_tokens` each prompt whose tokens an engine is to tell, with
-        the worker that has begun to answer it. `request_ids` makes an id for a client that sent none.
+        the worker that has begun to answer it. `request_ids` makes an id for a client that sent none,
+        `trace` the request's place in a trace from its header `traceparent`.
         `tick_s` is the precision of the client's timeouts."""
         self.router = router
         self.hashers = hashers
@@ -155,6 +157,7 @@ class Edge:
         self.on_outcome = on_outcome
         self.on_retry = on_retry
         self.ask_tokens = ask_tokens
+        self.trace = trace
         self.request_ids = request_ids
         self.settings = settings or EdgeSettings(timeouts=PhaseTimeouts(upstream.timeouts))
         self.engine_sessions: EngineSessions | None = None

@@ -51,6 +51,7 @@ from gateway.runtime.sharing import share
 from gateway.runtime.sources import sources_of
 from gateway.runtime.supervisor import Supervisor
 from gateway.runtime.tls import Certificate, server_context, worker_context
+from gateway.runtime.tracing import open_traces
 from gateway.settings import Settings
 from gateway.telemetry import Exposition, RequestLog, RequestMetrics
 from gateway.upstream.control import open_control_client
@@ -123,6 +124,7 @@ class Gateway:
         self._certificates: list[Certificate] = []
         self._worker_tls = worker_context(settings.worker_tls, self._certificates)
         self.upstream = Upstream(clock=clock, tls=self._worker_tls, timeouts=parts.worker_timeouts(settings))
+        self.traces = open_traces(settings.telemetry, rng=rng, clock=clock, wall=time.time)  # noqa: TID251
         self.metrics = RequestMetrics(self.fleet.pools.__contains__, is_worker=self.fleet.workers.__contains__)
         self.ports: Ports | None = None
         self.membership: Membership
@@ -185,8 +187,11 @@ class Gateway:
             on_retry=self._record_retry,
             ask_tokens=self.tokenizing.ask,
             request_ids=request_id_maker(self._rng),
+            trace=self.traces.begin if self.traces is not None else None,
             settings=parts.edge_settings(settings, self.access.keys),
         )
+        if self.traces is not None:
+            stack.push_async_callback(asyncio.to_thread, self.traces.spans.close)
         stack.push_async_callback(self.supervisor.close)
         self._ask_engines(settings)
         self._started_at = self.clock()
@@ -341,6 +346,8 @@ class Gateway:
         self.refresh.record(outcome, self.clock())
         if self._requests_log is not None:
             self._requests_log.record(outcome)
+        if self.traces is not None:
+            self.traces.spans.record(outcome)
 
     def _forget(self, worker: WorkerId) -> None:
         self.upstream.forget(worker)

@@ -57,7 +57,7 @@ AT_START: Mapping[str, str] = {
     "server.admin_tls": "as those of the client port",
     "redis": "the connection is made at the start",
     "worker_tls": "a certificate renewed in the same file is used at once",
-    "telemetry": "the log is set up at the start",
+    "telemetry": "logs and traces are set up at the start",
 }
 """Keys, or whole sections, that wait for the next start, and why."""
 

@@ -136,10 +136,19 @@ class AuthSettings(Section):
 
 
 class TelemetrySettings(Section):
-    """Logs."""
+    """Logs and traces."""
 
     log: Literal["json", "console"] = Field("json", description="Form of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level written.")
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s]+$",
+        description="Collector of OpenTelemetry that takes OTLP over HTTP, such as http://collector:4318; none: no "
+        "traces. Needs the extra `kvgate[tracing]`.",
+    )
+    sample_ratio: float = Field(
+        0.01, ge=0, le=1, description="Share of the traces that begin here and are recorded; callers decide for theirs."
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -108,6 +108,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     retries: int = 0
     error_code: str | None = None
     tenant: str | None = None
+    trace_id: str | None = None
 
 
 class RequestLog:
@@ -191,6 +192,8 @@ def _line(outcome: Outcome, time: str, level: str) -> _Line:
     line.error_code = outcome.error_code
     line.tenant = outcome.tenant
     line.retries = outcome.retries
+    if outcome.trace is not None:
+        line.trace_id = outcome.trace.trace_id
     if outcome.endpoint is not None:
         line.path = outcome.endpoint.value
     if outcome.worker is None:

@@ -89,11 +89,18 @@ class RequestHead(NamedTuple):
 
 
 def request_head(
-    target: bytes, headers: Headers, *, request_id: bytes, credentials_end_here: bool = False
+    target: bytes,
+    headers: Headers,
+    *,
+    request_id: bytes,
+    credentials_end_here: bool = False,
+    traceparent: bytes = b"",
 ) -> RequestHead:
     """Header names must be in lower case, as the edge collects them. `credentials_end_here`: they were meant for the
-    gateway."""
+    gateway. `traceparent` takes the place of the client's, when not empty."""
     lines = [b"x-request-id: ", request_id, b"\r\n"]
+    if traceparent:
+        headers = [*(field for field in headers if field[0] != b"traceparent"), (b"traceparent", traceparent)]
     credentials: list[bytes] = []
     named: frozenset[bytes] = frozenset()
     for name, value in headers:
