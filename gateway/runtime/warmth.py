@@ -44,6 +44,10 @@ _AT_ONCE: Final = 1_000
 """Blocks placed in one turn of the loop, a millisecond."""
 
 
+_LOOKS: Final = 600
+"""Workers that join in the first five minutes begin with the speeds that were left."""
+
+
 class Warmth:
     """`warm` is called for each feed before it runs; `keep` is run by the supervisor."""
 
@@ -55,6 +59,7 @@ class Warmth:
         self.written: dict[tuple[int, int], FeedPoint] = {}
         """How far the copies written by this process go, by worker and rank."""
         self._speeds: Speeds | None = None
+        self._looks = 0
         self.results: Counter[str] = Counter()
         """`written`, `restored`, and copies not used: `none`, `other_start`, `other_size`, `store`."""
         self._log = structlog.get_logger("kvgate.replicas")
@@ -103,8 +108,9 @@ class Warmth:
     def tick(self) -> None:
         """About twice a second: speeds of pools and workers that are new here."""
         speeds = self._speeds
-        if speeds is None:
+        if speeds is None or self._looks > _LOOKS:
             return
+        self._looks += 1
         for pool in self._fleet.pools.values():
             learned = speeds.pools.pop(pool.model, None)
             if learned is not None and not pool.rates.samples:
