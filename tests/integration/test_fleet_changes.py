@@ -17,7 +17,7 @@ from tests.integration.rig import Rig, fast, rig, until
 
 COMPLETIONS = "/v1/completions"
 W1, W2 = WorkerId("w1"), WorkerId("w2")
-SOURCE = "kubernetes"
+SOURCE = "config"
 
 
 def ask(seed: int, **more: Any) -> dict[str, Any]:
