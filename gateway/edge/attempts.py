@@ -109,10 +109,7 @@ class Attempts:
 
     def drop(self) -> None:
         """End the worker's work now, or the wait for one. The lease stays until it is settled."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            self._edge.turns.admission.cancel(ticket)
-            self._end_wait()
+        self._leave_line()
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.abort()
@@ -128,14 +125,19 @@ class Attempts:
             try:
                 await turn.wait()
             finally:
-                self._ticket = None
-                self._end_wait()
+                self._leave_line()
         assert self.stream is not None
         return self.stream
 
     def _take(self, lease: Lease) -> None:
         self._reserve(lease)
         self._end_wait()
+
+    def _leave_line(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._edge.turns.admission.cancel(ticket)
+            self._end_wait()
 
     def _end_wait(self) -> None:
         if self._queued_at is not None:
