@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from gateway.policy import make_policy
+from gateway.admission import AdmissionSettings
+from gateway.policy import OWN_EXTRA_HOLDING, Prices, make_policy
 from gateway.pool import InterTokenRates, PrefillRates
 from gateway.sim.engine import PRESETS, EngineModel
 from gateway.sim.replay import Replay, ReplayReport
 from gateway.sim.trace import arrivals, read_trace
 
 WORKERS = 8
+HOLD_S = 0.2
+HOLDING = Prices(own_extra=OWN_EXTRA_HOLDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,13 @@ def replay_case(
     policy: str = "seconds",
     priors: tuple[PrefillRates, InterTokenRates] | None = None,
     seed: int = 1,
+    hold_s: float | None = None,
 ) -> ReplayReport:
-    """One replay; `traces` is the folder with the files. Raises OSError when there is none."""
+    """One replay; `traces` is the folder with the files. With `hold_s` requests wait at the gateway as in service,
+    without they are placed on arrival. Raises OSError when there is no file."""
     rows = read_trace(traces / case.file)
     turns = arrivals(rows, block_size=case.block_size, rate=case.rate, max_rows=case.max_rows)
-    chosen = make_policy(policy, rng=Random(seed))
+    chosen = make_policy(policy, rng=Random(seed), prices=Prices() if hold_s is None else HOLDING)
     replay = Replay(
         turns,
         policy=chosen,
@@ -64,6 +69,7 @@ def replay_case(
         workers=WORKERS,
         seed=seed,
         priors=priors,
+        admission=None if hold_s is None else AdmissionSettings(hold_s=hold_s, queue_size=100_000, queue_timeout_s=1e9),
     )
     return replay.run()
 
@@ -78,7 +84,11 @@ def true_rates(model: EngineModel, *, scale: float = 1.0) -> tuple[PrefillRates,
 
 def measure_scoring(traces: Path, *, names: tuple[str, ...] = tuple(CASES)) -> dict[str, dict[str, float]]:
     """For each trace: `hit`, `ttft_mean_s`, `ttft_p99_s`, the reference's figures, the mean relative to it, and the
-    mean with speeds given, with speeds wrong by two either way at the start, and under round robin."""
+    mean with speeds given, with speeds wrong by two either way at the start, and under round robin.
+
+    `late_*` are with requests held at the gateway (`hold_s` 0.2), as in service, `late_ratio` their mean against that of
+    deciding on arrival.
+    """
     results: dict[str, dict[str, float]] = {}
     for name in names:
         case = CASES[name]
@@ -98,6 +108,13 @@ def measure_scoring(traces: Path, *, names: tuple[str, ...] = tuple(CASES)) -> d
         for label, scale in (("given", 1.0), ("half", 0.5), ("double", 2.0)):
             run = replay_case(case, traces, priors=true_rates(model, scale=scale))
             figures[f"{label}_rates_ttft_mean_s"] = run.ttft_mean_s
+        late = replay_case(case, traces, hold_s=HOLD_S)
+        figures |= {
+            "late_hit": late.hit,
+            "late_ttft_mean_s": late.ttft_mean_s,
+            "late_ttft_p99_s": late.ttft_p99_s,
+            "late_ratio": late.ttft_mean_s / learned.ttft_mean_s,
+        }
         figures["round_robin_ttft_mean_s"] = replay_case(case, traces, policy="round_robin").ttft_mean_s
         results[name] = {key: round(value, 4) for key, value in figures.items()}
     return results
