@@ -86,8 +86,8 @@ def measure_scoring(traces: Path, *, names: tuple[str, ...] = tuple(CASES)) -> d
     """For each trace: `hit`, `ttft_mean_s`, `ttft_p99_s`, the reference's figures, the mean relative to it, and the
     mean with speeds given, with speeds wrong by two either way at the start, and under round robin.
 
-    `late_*` are with requests held at the gateway (`hold_s` 0.2), as in service, `late_ratio` their mean against that of
-    deciding on arrival.
+    `late_*` are with requests held at the gateway (`hold_s` 0.2), as in service, `late_ratio` their mean against that
+    of deciding on arrival.
     """
     results: dict[str, dict[str, float]] = {}
     for name in names:
