@@ -4,8 +4,8 @@ Rules:
 1. `route` decides and reserves in one synchronous step. Nothing may happen between reading loads and counting the
    request; every caller gets a lease (`leases`).
 2. `explain` is the same computation without the reservation.
-3. Overlaps are believed as far as the worker's trust goes: the score sees overlap times trust, the decision record the
-   overlap itself, and a route miss is measured against the latter.
+3. The score sees overlap times trust (`weighing`), the decision record the overlap itself, and a route miss is measured
+   against the latter.
 4. What a prediction rested on is kept with its lease, so that a miss can be told a cause when the request has ended;
    a request that hit costs a comparison.
 
@@ -15,7 +15,7 @@ It keeps no clock and does no I/O: `now` is an argument, in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.insight import PrefixInsight
 from gateway.kv import KvIndex, Overlaps
 from gateway.leases import Lease, Ledger, Recent, Watcher, answers
-from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Row, View, pick
+from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Row
 from gateway.pool import (
     Excluded,
     Fleet,
@@ -33,12 +33,10 @@ from gateway.pool import (
     Reservation,
     Routes,
     Sessions,
-    Shard,
     Worker,
     WorkerState,
     admits,
     eligible,
-    order,
 )
 from gateway.records import (
     BlockKey,
@@ -51,6 +49,7 @@ from gateway.records import (
     Tier,
     WorkerId,
 )
+from gateway.weighing import Scales, SlowReads, Weighed
 
 _NO_ANSWER = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, Endpoint.TOKENIZE, Endpoint.DETOKENIZE})
 """Endpoints that generate no tokens."""
@@ -74,9 +73,7 @@ _IDLE_S = Terms._fields.index("idle_s")
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """`read_tokens_per_s` is how fast a worker brings blocks of a slow tier back to its GPU: a first figure for hosts
-    over PCIe, local NVMe and the network; a slow-tier overlap only counts where reading beats recomputing.
-    `spill_margin_s` is how much cheaper another shard must be, `routes` what the names of models stand for."""
+    """`spill_margin_s` is how much cheaper another shard must be, `routes` what the names of models stand for."""
 
     speculative_ttl_s: float = 2.0
     recent_decisions: int = 256
@@ -84,21 +81,7 @@ class RouterSettings:
     session_ttl_s: float = 3600.0
     spill_margin_s: float = 0.1
     routes: Routes = field(default_factory=Routes)
-    cpu_read_tokens_per_s: float = 60_000.0
-    disk_read_tokens_per_s: float = 20_000.0
-    remote_read_tokens_per_s: float = 40_000.0
-
-    def read_s(self, tier: Tier, tokens: int) -> float:
-        """Seconds to read `tokens` from a tier."""
-        match tier:
-            case Tier.GPU:
-                return 0.0
-            case Tier.CPU:
-                return tokens / self.cpu_read_tokens_per_s
-            case Tier.DISK:
-                return tokens / self.disk_read_tokens_per_s
-            case Tier.REMOTE:
-                return tokens / self.remote_read_tokens_per_s
+    slow_reads: SlowReads = field(default_factory=SlowReads)
 
 
 @dataclass(slots=True)
@@ -120,21 +103,6 @@ class Choice:
     slow: int
     text: bool
     overlaps: Overlaps | None
-
-
-@dataclass(slots=True)
-class _Weighed:
-    """The workers of a shard (or a pool), and the best of them at `at`."""
-
-    shard: Shard
-    at: int
-    cost: float
-    rows: list[Row]
-    raw: list[int]
-    view: View
-    overlaps: Overlaps | None
-    number: int | None = None
-    first: int | None = None
 
 
 class Router:
@@ -159,8 +127,10 @@ class Router:
         self._index = index
         self._ledger = Ledger(fleet, index, self.settings.speculative_ttl_s, self.insight)
         self._checks = Checks(index)
+        self._scales = Scales(
+            index, policy, rng=rng, slow_reads=self.settings.slow_reads, spill_margin_s=self.settings.spill_margin_s
+        )
         self._rng = rng
-        self._slow_slots = 0
         self._recent: deque[Recent] = deque(maxlen=self.settings.recent_decisions)
 
     def on_room(self, call: Callable[[], None]) -> None:
@@ -216,8 +186,9 @@ class Router:
 
     def apply(self, policy: Policy, settings: RouterSettings) -> None:
         """From the next decision on. The length of `recent` is that of the start."""
-        self.policy = policy
+        self.policy = self._scales.policy = policy
         self.settings = settings
+        self._scales.slow_reads, self._scales.spill_margin_s = settings.slow_reads, settings.spill_margin_s
         self._ledger.ttl_s = settings.speculative_ttl_s
         self.sessions.apply(max_sessions=settings.max_sessions, ttl_s=settings.session_ttl_s)
 
@@ -293,7 +264,7 @@ class Router:
         self.fleet.tick(now)
         # Asking each overlap for its slow part costs as much as scoring: only done once a slower tier holds anything.
         resident = self._index.resident
-        self._slow_slots = sum(
+        self._scales.slow_slots = sum(
             1 << worker.slot
             for worker in self.fleet.workers.values()
             if any(resident(worker.slot, tier) for tier in _SLOW_TIERS)
@@ -327,17 +298,18 @@ class Router:
             settled_s=rates.settled_s,
         )
         unplaced = None if session is None or self._may_have(pool, home) else session
+        scales = self._scales
         if not pool.shards:
             shard, excluded = eligible(pool, pool.everybody, request, blocks, tried)
-            found = self._weigh(pool, shard, ask, blocks, unplaced, now) if shard.workers else None
+            found = scales.weigh(pool, shard, ask, blocks, unplaced, now) if shard.workers else None
         else:
-            found, excluded = self._in_shards(pool, ask, request, blocks, unplaced, now, tried)
+            found, excluded = scales.in_shards(pool, ask, request, blocks, unplaced, now, tried)
         if found is None:
             raise self._nobody(pool, request)
         at, rows, raw, view, workers = found.at, found.rows, found.raw, found.view, found.shard.workers
         worker = workers[at]
         overlaps, bit = found.overlaps, 1 << worker.slot
-        slow = overlaps.slow(worker.slot) if overlaps is not None and self._slow_slots & bit else _NOTHING_SLOW
+        slow = overlaps.slow(worker.slot) if overlaps is not None and scales.slow_slots & bit else _NOTHING_SLOW
         decision = Decision(
             request_id=request.request_id,
             model=pool.name,
@@ -386,68 +358,7 @@ class Router:
         worker = self.fleet.workers.get(home) if home is not None else None
         return worker is not None and bool(pool.mask >> worker.slot & 1)
 
-    def _in_shards(
-        self,
-        pool: Pool,
-        ask: Ask,
-        request: InferenceRequest,
-        blocks: PrefixBlocks,
-        unplaced: str | None,
-        now: float,
-        tried: frozenset[WorkerId],
-    ) -> tuple[_Weighed | None, Excluded]:
-        """Home first; as long as the best so far costs more than the margin, the next shard is asked too, and kept
-        when it is better by more than the margin."""
-        margin_s = self.settings.spill_margin_s
-        best: _Weighed | None = None
-        excluded: Excluded = ()
-        first: int | None = None
-        for number in self._shards_of(pool, ask):
-            first = number if first is None else first
-            shard, excluded = eligible(pool, pool.shards[number], request, blocks, tried)
-            if not shard.workers:
-                continue
-            found = self._weigh(pool, shard, ask, blocks, unplaced, now)
-            found.number, found.first = number, first
-            if best is not None and found.cost + margin_s >= best.cost:
-                break
-            best = found
-            if best.cost <= margin_s:
-                break
-        return best, excluded
-
-    def _shards_of(self, pool: Pool, ask: Ask) -> Sequence[int]:
-        """The order in which shards are asked. A session goes on in the shard where it is; a prompt of unknown tokens
-        has no home."""
-        count = len(pool.shards)
-        numbers = order(self._rng.getrandbits(64) if ask.leading is None else ask.leading, count)
-        at = pool.shard_of(ask.home) if ask.home is not None else None
-        return numbers if at is None else [at, *(number for number in numbers if number != at)]
-
-    def _weigh(
-        self, pool: Pool, shard: Shard, ask: Ask, blocks: PrefixBlocks, unplaced: str | None, now: float
-    ) -> _Weighed:
-        """The best of these workers."""
-        workers, slots, mask = shard
-        overlaps: Overlaps | None = None
-        if blocks.chains:
-            overlaps = self._index.overlap(blocks, mask)
-            raw = overlaps.tokens_of(slots)
-            if blocks.text is not None:
-                raw = list(map(max, raw, self._index.overlap(blocks.text, mask).tokens_of(slots)))
-        else:
-            raw = [0] * len(workers)
-        longest = max(raw)
-        if longest and overlaps is not None and blocks.text is None:
-            computing = overlaps.computing(slots, longest)
-            if computing:
-                ask = ask._replace(computing=computing, new_prefix=longest)
-        view = self._view(pool, shard, raw, overlaps)
-        rows = self.policy.score(ask, view, now)
-        at = pick(self.policy, view, rows, session=unplaced, rng=self._rng)
-        return _Weighed(shard, at, rows[at][0], rows, raw, view, overlaps)
-
-    def _affinity(self, home: WorkerId | None, found: _Weighed, excluded: Excluded) -> str:
+    def _affinity(self, home: WorkerId | None, found: Weighed, excluded: Excluded) -> str:
         """What became of a session: in one word, with the reason when it moves."""
         if home is None:
             return "new"
@@ -465,36 +376,6 @@ class Router:
         if not any(admits(worker, request) for worker in pool.workers):
             return UnknownModel(f"model {pool.name!r} is not served, or not to this key", param="model")
         return NoWorker.ready(pool.name)
-
-    def _view(self, pool: Pool, shard: Shard, raw: list[int], overlaps: Overlaps | None) -> View:
-        workers, slots, mask = shard
-        size = pool.block_size
-        hits = [
-            hit if worker.trust == 1.0 else int(hit * worker.trust) for worker, hit in zip(workers, raw, strict=True)
-        ]
-        held = [
-            blocks * size if worker.kv_capacity else 0
-            for worker, blocks in zip(workers, self._index.gpu_blocks(slots), strict=True)
-        ]
-        read_s: list[float] | None = None
-        if overlaps is not None and self._slow_slots & mask:
-            for position, worker in enumerate(workers):
-                slow = overlaps.slow(worker.slot)
-                if slow:
-                    read_s = read_s or [0.0] * len(workers)
-                    hits[position], read_s[position] = self._slow_hit(pool, worker, hits[position], slow.items())
-        return View(workers, hits, held, read_s)
-
-    def _slow_hit(self, pool: Pool, worker: Worker, hit: int, slow: Iterable[tuple[Tier, int]]) -> tuple[int, float]:
-        """Overlap that pays, and the seconds to read its slow part: each tier counts when reading is the faster."""
-        seconds = 0.0
-        for tier, tokens in slow:
-            read_s = self.settings.read_s(tier, tokens)
-            if read_s < worker.slowdown * tokens * pool.rates.prefill.token_s:
-                seconds += read_s
-            else:
-                hit = max(0, hit - tokens)
-        return hit, seconds
 
     @staticmethod
     def _expected_output(request: InferenceRequest, pool: Pool) -> int:

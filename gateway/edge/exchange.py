@@ -20,9 +20,11 @@ from typing import Protocol
 from gateway.api import ask_for_model, ask_for_salt, ask_for_usage, parse_request
 from gateway.edge.attempts import Attempts, result_of
 from gateway.edge.auth import InvalidKey, Visit
-from gateway.edge.debug import DEBUG_HEADER, decision_line, may_see
+from gateway.edge.body import Body
+from gateway.edge.debug import DEBUG_HEADER, may_see
 from gateway.edge.gate import TIMEOUT_HEADER, Edge, asked_seconds
 from gateway.edge.locate import locate
+from gateway.edge.notes import Notes, receipts
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
 from gateway.errors import (
@@ -30,10 +32,8 @@ from gateway.errors import (
     ShuttingDown,
 )
 from gateway.records import (
-    Ending,
     Endpoint,
     InferenceRequest,
-    Outcome,
     PrefixBlocks,
     Result,
     StageTimes,
@@ -70,32 +70,22 @@ class Exchange:
     """Made when a request head is complete; `start` when it is its turn on the connection."""
 
     __slots__ = (
-        "_asked",
         "_asked_s",
-        "_body_error",
-        "_body_waiter",
+        "_body",
         "_client",
         "_cors",
         "_debug",
         "_edge",
         "_endpoint",
         "_headers",
-        "_held_bytes",
         "_http_1_0",
-        "_located_at",
         "_loop",
-        "_model",
-        "_parsed_at",
-        "_pieces",
+        "_notes",
         "_relay",
-        "_request_id",
         "_session",
         "_settings",
-        "_started_at",
-        "_streamed",
         "_target",
         "_task",
-        "_trace",
         "_untold",
         "_usage_hidden",
         "_visit",
@@ -104,7 +94,6 @@ class Exchange:
         "keep_alive",
         "refusal",
         "response_complete",
-        "whole",
     )
 
     def __init__(
@@ -122,8 +111,6 @@ class Exchange:
         """`target` is path and query; `headers` have lower-case names."""
         self.keep_alive = keep_alive
         self.response_complete = False
-        self.whole = False
-        """The body has come, or nothing more of it is wanted."""
         fields = dict(headers)
         self.declared_bytes = int(fields.get(b"content-length", b"0"))
         self._asked_s = fields.get(TIMEOUT_HEADER)
@@ -135,23 +122,14 @@ class Exchange:
         self._target = target
         self._headers = headers
         self._http_1_0 = http_1_0
-        self._pieces: list[bytes] = []
-        self._held_bytes = 0
-        self._body_error: GatewayError | None = None
-        self._body_waiter: asyncio.Future[None] | None = None
+        self._body = Body(edge)
         self._task: asyncio.Task[None] | None = None
-        self._started_at = edge.clock()
-        self._parsed_at = self._located_at = self._started_at
-        self._asked = self._model = ""
-        """The model's name as the client wrote it, and the served name it stands for."""
-        self._streamed = False
         self._usage_hidden = False
         self._work = Attempts(edge, settings.limits)
         self._relay: Relay | None = None
         self._untold: Untold | None = None
         self._cors = settings.cors.lines(fields.get(b"origin")) if settings.cors is not None else b""
         self._debug = may_see(fields.get(DEBUG_HEADER), settings.debug_token)
-        self._trace = edge.trace(fields.get(b"traceparent")) if edge.trace is not None else None
         self._visit: Visit | None = None
         self.refusal: InvalidKey | None = None
         """Why the body need not be read."""
@@ -161,10 +139,21 @@ class Exchange:
             except InvalidKey as error:
                 self.refusal = error
         request_id = fields.get(b"x-request-id", b"")
-        self._request_id = request_id if 0 < len(request_id) <= _MAX_ID_BYTES else edge.request_ids().encode()
+        self._notes = Notes(
+            endpoint,
+            request_id if 0 < len(request_id) <= _MAX_ID_BYTES else edge.request_ids().encode(),
+            self._visit.tenant.access.tenant if self._visit is not None else None,
+            edge.clock(),
+            edge.trace(fields.get(b"traceparent")) if edge.trace is not None else None,
+        )
         session = fields.get(settings.session_header, b"")
         self._session = session.decode("latin-1") if 0 < len(session) <= _MAX_ID_BYTES else None
         edge.exchanges.add(self)
+
+    @property
+    def whole(self) -> bool:
+        """The body has come, or nothing more of it is wanted."""
+        return self._body.whole
 
     # ---------------------------------------------------------------- the story
 
@@ -182,36 +171,32 @@ class Exchange:
             self.shut_down()
             raise
         except Exception:  # noqa: BLE001  a bug: logged with its traceback, and the request is ended
-            _log.exception("request %s met a bug of the gateway", self._request_id.decode("latin-1"))
+            _log.exception("request %s met a bug of the gateway", self._notes.request_name)
             self._crash()
 
     async def _whole_body(self) -> bytes:
-        if not self.whole:
-            self._body_waiter = self._loop.create_future()
-            await self._body_waiter
-        edge = self._edge
-        self._started_at = edge.clock()
-        self._parsed_at = self._located_at = self._started_at
-        if self._body_error is not None:
-            raise self._body_error
+        body, edge = self._body, self._edge
+        if not body.whole:
+            await body.arrival(self._loop)
+        self._notes.begun(edge.clock())
+        if body.error is not None:
+            raise body.error
         if not edge.accepting:
             raise ShuttingDown("the gateway is shutting down; try another one", retry_after_s=1)
         if len(edge.exchanges) > self._settings.limits.max_exchanges:
             raise Overloaded("the gateway carries as many requests as it may", retry_after_s=1)
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return body.take()
 
     async def _understand(self, body: bytes) -> InferenceRequest:
-        edge = self._edge
-        request_id = self._request_id.decode("latin-1")
+        edge, notes = self._edge, self._notes
         parse = functools.partial(
             parse_request,
             self._endpoint,
             body,
-            request_id=request_id,
+            request_id=notes.request_name,
             session=self._session,
             affinity_field=self._settings.session_field,
-            tenant=self._tenant,
+            tenant=notes.tenant,
             salted=self._settings.tenant_salt,
             labels=self._visit.tenant.access.labels if self._visit is not None else None,
         )
@@ -219,11 +204,9 @@ class Exchange:
             request = parse()
         else:
             request = await self._loop.run_in_executor(edge.executor, parse)
-        self._asked = request.model
+        notes.asked = request.model
         request = edge.router.routed(request)
-        self._model = request.model
-        self._streamed = request.stream
-        self._parsed_at = self._located_at = edge.clock()
+        notes.parsed(request, edge.clock())
         return request
 
     async def _locate(self, request: InferenceRequest, body: bytes) -> PrefixBlocks:
@@ -232,16 +215,18 @@ class Exchange:
         if visit is None:
             pool = edge.router.pool(request.model)
         else:
-            pool = visit.pool(edge.router, request.model, edge.clock(), asked=self._asked, adapters=request.adapters)
+            pool = visit.pool(
+                edge.router, request.model, edge.clock(), asked=self._notes.asked, adapters=request.adapters
+            )
         blocks, self._untold = await locate(edge, request, pool, body_bytes=len(body))
-        self._located_at = edge.clock()
+        located_at = self._notes.located_at = edge.clock()
         if visit is not None:
-            visit.take(blocks.tokens, self._located_at)
+            visit.take(blocks.tokens, located_at)
         return blocks
 
     async def _first_answer(self, request: InferenceRequest, blocks: PrefixBlocks, body: bytes) -> AnswerHead:
         """The head of the answer that the client will get; as many workers are tried as that takes."""
-        settings = self._settings
+        settings, notes = self._settings, self._notes
         timeouts = settings.timeouts.of(self._endpoint, request.model)
         total_s = timeouts.total_s
         if self._asked_s is not None:
@@ -249,13 +234,13 @@ class Exchange:
         head = request_head(
             self._target,
             self._headers,
-            request_id=self._request_id,
+            request_id=notes.request_id,
             credentials_end_here=settings.keys is not None,
-            traceparent=traceparent(self._trace) if self._trace is not None else b"",
+            traceparent=traceparent(notes.trace) if notes.trace is not None else b"",
         )
         if settings.tenant_salt:
             body = ask_for_salt(body, request)
-        if request.model != self._asked:
+        if request.model != notes.asked:
             body = ask_for_model(body, request.model)
         if settings.ask_usage:
             asking = ask_for_usage(body, request)
@@ -263,29 +248,30 @@ class Exchange:
             body = asking
         edge = self._edge
         if edge.shadows is not None and edge.router.settings.routes.shadowing:
-            edge.shadows.offer(self._asked, request, head, body)
+            edge.shadows.offer(notes.asked, request, head, body)
         return await self._work.first_answer(
             request,
             blocks,
             head,
             body,
             timeouts=timeouts,
-            started_at=self._started_at,
-            total_at=self._started_at + total_s,
-            stages=self._stage_times,
+            started_at=notes.started_at,
+            total_at=notes.started_at + total_s,
+            stages=self._stages,
         )
 
     def _pass_on(self, answer: AnswerHead) -> None:
         """From here on the bytes run by callbacks: worker -> relay -> client."""
-        self._let_go()
+        self._body.let_go()
         stream = self._work.stream
         assert stream is not None
+        notes = self._notes
         relay = self._relay = Relay(
             self,
             self._client.write,
             answer,
             endpoint=self._endpoint,
-            receipts=self._receipts() if self._settings.receipts or self._debug else b"",
+            receipts=receipts(notes, self._work, debug=self._debug) if self._settings.receipts or self._debug else b"",
             cors=self._cors,
             hide_usage=self._usage_hidden,
             http_1_0=self._http_1_0,
@@ -306,20 +292,13 @@ class Exchange:
 
     def receive(self, data: bytes) -> None:
         """The next bytes of the body; the protocol has counted them."""
-        self._pieces.append(data)
-        self._held_bytes += len(data)
-        self._edge.buffered_bytes += len(data)
+        self._body.add(data)
 
     def received(self, error: GatewayError | None = None) -> None:
         """The body is complete, or will never be because of `error`."""
-        self.whole = True
         if error is not None:
-            self._body_error = error
-            self._pieces.clear()
-            self._let_go()
             self.keep_alive = False
-        if self._body_waiter is not None and not self._body_waiter.done():
-            self._body_waiter.set_result(None)
+        self._body.complete(error)
 
     def pause(self) -> None:
         """The client takes no more for now."""
@@ -375,7 +354,7 @@ class Exchange:
                 self._finish(Result.COMPLETED, relay.status, now)
         except Exception:  # noqa: BLE001  a bug: logged with its traceback, and the request is ended
             # The caller is the worker's connection, which cannot tell the client.
-            _log.exception("request %s met a bug of the gateway", self._request_id.decode("latin-1"))
+            _log.exception("request %s met a bug of the gateway", self._notes.request_name)
             self.keep_alive = False
         self._client.exchange_done(self)
 
@@ -437,41 +416,27 @@ class Exchange:
         if not self._edge.accepting:
             self.keep_alive = False
         shown = self._settings.receipts or self._debug
-        receipts = self._receipts() if shown else b"x-request-id: %b\r\n" % self._request_id
+        lines = receipts(self._notes, self._work if shown else None, debug=self._debug)
         self._client.write(
-            error_response(error, endpoint=self._endpoint, receipts=receipts + self._cors, keep_alive=self.keep_alive)
+            error_response(error, endpoint=self._endpoint, receipts=lines + self._cors, keep_alive=self.keep_alive)
         )
 
     def _finish(self, result: Result, status: int, now: float, *, error_code: str | None = None) -> None:
         """The one end: settles the lease, forgets the exchange, hands on the outcome."""
         self.response_complete = True
-        self._let_go()
+        self._body.let_go()
         edge, relay = self._edge, self._relay
         edge.exchanges.discard(self)
         # Nothing may be left that only the garbage collector could take apart.
         self._task = self._relay = self._untold = None
-        if relay is None:
-            ending = Ending(result, status, now, error_code=error_code, trace=self._trace)
-        else:
-            ending = Ending(
-                result,
-                status,
-                now,
-                relay.usage() if result is Result.COMPLETED else None,
-                relay.chunks,
-                relay.first_byte_at,
-                relay.last_byte_at,
-                error_code,
-                self._trace,
-            )
+        notes = self._notes
+        ending = notes.ending(result, status, now, relay, error_code)
         work = self._work
         lease, work.lease = work.lease, None
         if lease is None:
-            outcome = self._unplaced(ending)
+            outcome = notes.unplaced(ending, work)
         else:
-            outcome = lease.settle(
-                ending, started_at=self._started_at, stages=self._stage_times(), retries=work.retries
-            )
+            outcome = lease.settle(ending, started_at=notes.started_at, stages=notes.stages(work), retries=work.retries)
         if self._visit is not None:
             self._visit.settle(outcome)
         try:
@@ -479,58 +444,5 @@ class Exchange:
         except Exception:  # noqa: BLE001  an observer's bug must not cost the client the end of its answer
             _log.exception("the outcome of request %s was not recorded", outcome.request_id)
 
-    def _let_go(self) -> None:
-        """The body is needed no more."""
-        self._edge.buffered_bytes -= self._held_bytes
-        self._held_bytes = 0
-
-    def _unplaced(self, ending: Ending) -> Outcome:
-        """The outcome of a request that no worker was chosen for."""
-        return Outcome(
-            request_id=self._request_id.decode("latin-1"),
-            endpoint=self._endpoint,
-            model=self._model,
-            pool="",
-            worker=None,
-            result=ending.result,
-            status=ending.status,
-            stream=self._streamed,
-            started_at=self._started_at,
-            ended_at=ending.ended_at,
-            stages=self._stage_times(),
-            error_code=ending.error_code,
-            tenant=self._tenant,
-            trace=ending.trace,
-        )
-
-    @property
-    def _tenant(self) -> str | None:
-        return self._visit.tenant.access.tenant if self._visit is not None else None
-
-    def _stage_times(self) -> StageTimes:
-        """Seconds between the steps made: whole body, parsed, located, reserved (less the wait), connected."""
-        located_at, work = self._located_at, self._work
-        reserved_at, connected_at = work.reserved_at or located_at, work.connected_at or located_at
-        return StageTimes(
-            self._parsed_at - self._started_at,
-            located_at - self._parsed_at,
-            reserved_at - located_at - (work.queued_s if work.reserved_at is not None else 0.0),
-            work.queued_s,
-            connected_at - reserved_at,
-        )
-
-    def _receipts(self) -> bytes:
-        lease = self._work.lease
-        if lease is None:
-            return b"x-request-id: %b\r\n" % self._request_id
-        decision = decision_line(lease.decision) if self._debug else b""
-        return (
-            b"x-request-id: %b\r\nx-kvgate-worker: %b\r\nx-kvgate-predicted-tokens: %d\r\nx-kvgate-retries: %d\r\n%b"
-            % (
-                self._request_id,
-                lease.worker.id.encode(),
-                lease.decision.predicted_tokens,
-                self._work.retries,
-                decision,
-            )
-        )
+    def _stages(self) -> StageTimes:
+        return self._notes.stages(self._work)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gateway.pool.fleet import Pool
+from gateway.pool.pool import Pool
 from gateway.pool.shards import Shard
 from gateway.pool.worker import Worker
 from gateway.records import Endpoint, EngineKind, InferenceRequest, PrefixBlocks, WorkerId

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from gateway.pool.fleet import Pool, ServedModel
+from gateway.pool.fleet import ServedModel
+from gateway.pool.pool import Pool
 
 
 class Version(NamedTuple):

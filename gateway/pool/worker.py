@@ -27,11 +27,11 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from gateway.pool.evidence import Check
 from gateway.pool.health import Health, WorkerState
 from gateway.pool.rates import PoolRates, Slowdown
+from gateway.pool.reservations import NOTHING_SENT, Flow, Period, Reservation, Sent
 from gateway.pool.room import Room
 from gateway.pool.trust import Trust
 from gateway.records import Finding, LoadSample, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
@@ -41,9 +41,6 @@ STALE_S = 5.0
 
 FORGET_S = 300.0
 """Value of an idle cached block falls to 1/e over this time; measured on conversation and agent traces."""
-
-_FLOW_S = 60.0
-"""Averaging time of the stored-token rate; a cache turns over in tens of seconds or more."""
 
 _HIT_PRIOR = 0.5
 """Hit rate assumed for other clients' requests until the worker's counters show one."""
@@ -58,80 +55,6 @@ _LEAST_WEIGHT = 1e-3
 
 _PERIOD_REQUESTS = 8
 """A busy period is closed for learning after this many prefills, so that a worker that never idles is learned too."""
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """What one request is expected to cost its worker. `new_tokens` are uncached prompt tokens, `output_tokens` the
-    expected answer; both take KV room. `streamed` says that its first byte marks the end of its prefill,
-    `wait_s` how long that was expected to wait for others."""
-
-    new_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    prefill_s: float
-    streamed: bool
-    sent_at: float
-    wait_s: float = 0.0
-    pending: bool = True
-    open: bool = True
-
-    @property
-    def kv_tokens(self) -> int:
-        """Room it takes beyond what was cached."""
-        return self.new_tokens + self.output_tokens
-
-
-class Sent(NamedTuple):
-    """What was sent to a worker and is not over, by this replica or by others: open requests, prefill seconds queued
-    and those of the head, which is computed since `head_since`, uncached prompt tokens queued; KV room taken (tokens),
-    what of it belongs to requests behind the head, and what is for answers. `stored_rate`: tokens a second that went
-    into its cache lately."""
-
-    requests: int = 0
-    pending_s: float = 0.0
-    head_s: float = 0.0
-    head_since: float = 0.0
-    tokens: int = 0
-    kv_tokens: int = 0
-    queued_kv: int = 0
-    output_tokens: int = 0
-    stored_rate: float = 0.0
-
-
-NOTHING_SENT = Sent()
-
-
-@dataclass(slots=True)
-class _Period:
-    """A busy period under observation: from an idle worker's first prefill (or the last cut) until now."""
-
-    since: float
-    requests: int = 0
-    new_tokens: int = 0
-    pairs: float = 0.0
-    clean: bool = True
-
-    def add(self, reservation: Reservation) -> None:
-        new = reservation.new_tokens
-        self.requests += 1
-        self.new_tokens += new
-        self.pairs += new * (reservation.cached_tokens + new / 2)
-
-
-@dataclass(slots=True)
-class _Flow:
-    """Exponential average of a rate: amounts per second over about the last `_FLOW_S`."""
-
-    rate: float = 0.0
-    at: float = 0.0
-
-    def add(self, amount: float, now: float) -> None:
-        self.rate = self.read(now) + amount / _FLOW_S
-        self.at = now
-
-    def read(self, now: float) -> float:
-        return self.rate * math.exp(-max(0.0, now - self.at) / _FLOW_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -188,12 +111,12 @@ class Worker:
     _others_polled_kv: int = 0
     """KV room of other replicas' requests at the last poll."""
     _pending: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
-    _period: _Period | None = None
+    _period: Period | None = None
     _open_kv: int = 0
     _open_output: int = 0
     _polled_kv: int | None = None
     _foreign_seen: float = 0.0
-    _stored: _Flow = field(default_factory=_Flow)
+    _stored: Flow = field(default_factory=Flow)
 
     def __post_init__(self) -> None:
         self.idle_since_s = self.rates.waited_s
@@ -250,7 +173,7 @@ class Worker:
         crowded = self.kv_capacity and self.kv_tokens + reservation.kv_tokens > _CROWDED * self.kv_capacity
         if not self._pending:
             self._lead(reservation, now)
-            self._period = _Period(now)
+            self._period = Period(now)
         period = self._period
         if period is not None and (crowded or self._disturbed or not reservation.streamed):
             period.clean = False
@@ -386,12 +309,12 @@ class Worker:
         """Room that our requests behind the head will take."""
         return sum(waiting.kv_tokens for waiting in list(self._pending.values())[1:])
 
-    def _next_period(self, now: float) -> _Period:
+    def _next_period(self, now: float) -> Period:
         """A period that begins while others wait: clean when none of what makes one unclean is there already."""
         crowded = self.kv_capacity and self.kv_tokens > _CROWDED * self.kv_capacity
-        return _Period(now, clean=not (crowded or self._disturbed))
+        return Period(now, clean=not (crowded or self._disturbed))
 
-    def _learn(self, period: _Period, now: float) -> None:
+    def _learn(self, period: Period, now: float) -> None:
         if period.clean:
             x = (float(period.requests), float(period.new_tokens), period.pairs)
             self.rates.learn_prefill(x, now - period.since, self.speed)

@@ -38,6 +38,7 @@ from gateway.records import (
     WorkerSpec,
 )
 from gateway.router import Router, RouterSettings
+from gateway.weighing import SlowReads
 
 SIZE = 16
 
@@ -239,7 +240,7 @@ def test_less_trust_means_less_credit_but_the_same_record() -> None:
 def test_a_slow_tier_counts_when_reading_is_faster_than_computing() -> None:
     tokens = words(Random(1), 1600)
     for reads_per_s, expected in ((60_000.0, True), (100.0, False)):
-        bench = Bench(2, settings=RouterSettings(cpu_read_tokens_per_s=reads_per_s))
+        bench = Bench(2, settings=RouterSettings(slow_reads=SlowReads(cpu_tokens_per_s=reads_per_s)))
         bench.hold("w1", tokens, tier=Tier.CPU)
         bench.router.expire(0.0)
         terms = {c.worker: c.terms for c in bench.router.explain(request(), prompt(tokens), 0.0).candidates}
@@ -251,7 +252,10 @@ def test_a_slow_tier_counts_when_reading_is_faster_than_computing() -> None:
 
 
 def test_a_slow_tier_counts_nothing_when_computing_is_faster() -> None:
-    bench, tokens = Bench(1, settings=RouterSettings(disk_read_tokens_per_s=100.0)), words(Random(1), 1600)
+    bench, tokens = (
+        Bench(1, settings=RouterSettings(slow_reads=SlowReads(disk_tokens_per_s=100.0))),
+        words(Random(1), 1600),
+    )
     bench.hold("w0", tokens, tier=Tier.DISK)
     bench.router.expire(0.0)
     (candidate,) = bench.route(tokens).decision.candidates

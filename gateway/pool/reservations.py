@@ -1,0 +1,85 @@
+"""What is sent to a worker, as records: one request's reservation, the sum of them for other replicas, and what is
+observed while they run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_FLOW_S = 60.0
+"""Averaging time of the stored-token rate; a cache turns over in tens of seconds or more."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """What one request is expected to cost its worker. `new_tokens` are uncached prompt tokens, `output_tokens` the
+    expected answer; both take KV room. `streamed` says that its first byte marks the end of its prefill,
+    `wait_s` how long that was expected to wait for others."""
+
+    new_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    prefill_s: float
+    streamed: bool
+    sent_at: float
+    wait_s: float = 0.0
+    pending: bool = True
+    open: bool = True
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room it takes beyond what was cached."""
+        return self.new_tokens + self.output_tokens
+
+
+class Sent(NamedTuple):
+    """What was sent to a worker and is not over, by this replica or by others: open requests, prefill seconds queued
+    and those of the head, which is computed since `head_since`, uncached prompt tokens queued; KV room taken (tokens),
+    what of it belongs to requests behind the head, and what is for answers. `stored_rate`: tokens a second that went
+    into its cache lately."""
+
+    requests: int = 0
+    pending_s: float = 0.0
+    head_s: float = 0.0
+    head_since: float = 0.0
+    tokens: int = 0
+    kv_tokens: int = 0
+    queued_kv: int = 0
+    output_tokens: int = 0
+    stored_rate: float = 0.0
+
+
+NOTHING_SENT = Sent()
+
+
+@dataclass(slots=True)
+class Period:
+    """A busy period under observation: from an idle worker's first prefill (or the last cut) until now."""
+
+    since: float
+    requests: int = 0
+    new_tokens: int = 0
+    pairs: float = 0.0
+    clean: bool = True
+
+    def add(self, reservation: Reservation) -> None:
+        new = reservation.new_tokens
+        self.requests += 1
+        self.new_tokens += new
+        self.pairs += new * (reservation.cached_tokens + new / 2)
+
+
+@dataclass(slots=True)
+class Flow:
+    """Exponential average of a rate: amounts per second over about the last `_FLOW_S`."""
+
+    rate: float = 0.0
+    at: float = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self.rate = self.read(now) + amount / _FLOW_S
+        self.at = now
+
+    def read(self, now: float) -> float:
+        return self.rate * math.exp(-max(0.0, now - self.at) / _FLOW_S)
