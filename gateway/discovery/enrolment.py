@@ -106,11 +106,12 @@ class Enrolment:
             if address_of(entry.spec) == address:
                 raise WorkerTaken(f"{spec.url} is in the fleet already, as {name!r}")
         roster.add(spec, self._clock())
-        self._present[spec.name] = Entry(spec, None, (ADMIN,))
+        mine = self._present[spec.name] = Entry(spec, None, (ADMIN,))
         try:
             await self._members.add(spec)
         except BaseException:
-            self._present.pop(spec.name, None)
+            if self._present.get(spec.name) is mine:  # else it was taken out meanwhile, and its name is another's
+                del self._present[spec.name]
             roster.withdraw(spec, self._clock(), out=False)
             self._changed.set()  # a source may have named its address or its name meanwhile
             raise

@@ -59,7 +59,10 @@ def parse_store_url(url: str) -> StoreAddress:
 
     Raises ValueError, whose text never repeats the URL: it may have a password.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError("expected a URL; write what is special in a password as %XX") from None
     if parts.scheme not in _SCHEMES:
         raise ValueError(f"expected a URL that begins with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
     kind, tls = _SCHEMES[parts.scheme]

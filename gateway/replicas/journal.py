@@ -21,6 +21,7 @@ from gateway.leases import Booking
 from gateway.pool import Fleet, Worker, session_digest
 from gateway.records import PrefixBlocks, PrefixMode
 from gateway.replicas.messages import (
+    MAX_CHAINS,
     MAX_KEYS,
     MAX_OPEN,
     MAX_PINS,
@@ -57,6 +58,11 @@ class _Open:
         self.learn = learn
         self.told = False
         self.keys = sum(max(0, len(chain.keys) - first) for blocks, first in parts for chain in blocks.chains)
+
+    @property
+    def too_large(self) -> bool:
+        """No message holds it: whoever hears one that does refuses all of it."""
+        return self.keys > MAX_KEYS or any(len(blocks.chains) > MAX_CHAINS for blocks, _ in self.parts)
 
 
 class Journal:
@@ -116,7 +122,7 @@ class Journal:
             return
         self._numbers += 1
         entry = _Open(self._numbers, worker, parts, learn=learn)
-        if entry.keys > MAX_KEYS or len(self._open) >= MAX_OPEN or self._open_keys + entry.keys > MAX_OPEN_KEYS:
+        if entry.too_large or len(self._open) >= MAX_OPEN or self._open_keys + entry.keys > MAX_OPEN_KEYS:
             self.untold += 1
             return
         self._open[id(booking)] = entry

@@ -36,9 +36,11 @@ MAX_KEYS: Final = 8_192
 MAX_OPEN: Final = 20_000
 """Placements of one replica that are open at the same time."""
 
+MAX_CHAINS: Final = 2_048
+"""Prompts of one placement."""
+
 MAX_PINS: Final = 2_048
 _MAX_WORKERS: Final = 4_096
-_MAX_CHAINS: Final = 2_048
 _MAX_NUMBER: Final = (1 << 64) - 1
 
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -76,7 +78,7 @@ class Keys(msgspec.Struct, array_like=True, frozen=True, gc=False):
     text: bool
     size: Annotated[int, Meta(ge=1, le=1 << 20)]
     tokens: _Count
-    chains: Annotated[list[ChainEnd], Meta(max_length=_MAX_CHAINS)]
+    chains: Annotated[list[ChainEnd], Meta(max_length=MAX_CHAINS)]
 
 
 class Placement(msgspec.Struct, array_like=True, frozen=True, gc=False):

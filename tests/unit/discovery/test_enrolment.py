@@ -145,6 +145,20 @@ async def test_a_name_is_taken_while_its_worker_is_probed(members: Members, enro
     assert {name: one.url for name, one in members.there.items()} == {W1: "http://b:8000"}
 
 
+async def test_one_taken_out_while_it_is_probed_gives_its_name_away(members: Members, enrolment: Enrolment) -> None:
+    async def meanwhile() -> None:
+        await enrolment.remove(W1)
+        enrolment.listed("registry", [Found(spec(W1, "b"))])
+        await enrolment.apply()
+
+    members.meanwhile, members.refuses = meanwhile, True
+    with pytest.raises(OSError, match="no answer"):
+        await enrolment.add(spec(W1, "a"))
+    await enrolment.apply()
+    assert members.told == ["leave w1", "expect w1"]
+    assert enrolment.present[W1].spec.url == "http://b:8000"
+
+
 class Named:
     """A source that says one thing and then fails."""
 

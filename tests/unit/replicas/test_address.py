@@ -47,6 +47,8 @@ def test_good_ones(
         "redis://a?db=1",
         "redis+sentinel://:secret@a",
         "redis+cluster://a/1",
+        "redis://:secret\u2100@a",
+        "redis://:secret[@a",
     ],
 )
 def test_bad_ones_are_told_without_their_password(url: str) -> None:

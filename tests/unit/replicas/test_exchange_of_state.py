@@ -5,11 +5,24 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from gateway import keys
 from gateway.pool import session_digest
-from gateway.records import BlockKey, Rank, Result, WorkerId, WorkerSpec
+from gateway.records import (
+    BlockKey,
+    Chain,
+    Endpoint,
+    InferenceRequest,
+    NoPrompt,
+    PrefixBlocks,
+    Rank,
+    Result,
+    WorkerId,
+    WorkerSpec,
+)
 from gateway.replicas.journal import Journal
 from gateway.replicas.messages import (
     MAX_BYTES,
+    MAX_CHAINS,
     MAX_KEYS,
     ChainEnd,
     Keys,
@@ -33,18 +46,18 @@ PROMPT = list(range(5 * SIZE + 1))
 
 
 def test_a_message_comes_back_as_it_was() -> None:
-    keys = [BlockKey(0), BlockKey(2**64 - 1), BlockKey(7)]
+    some = [BlockKey(0), BlockKey(2**64 - 1), BlockKey(7)]
     message = Message(
         2**63,
         9,
         full=True,
         loads=[LoadEntry(2**64 - 1, 3, 1.5, 0.5, 0.25, 10, 20, 5, 6, 7.5)],
-        placed=[Placement(1, 5, True, [Keys(False, 16, 48, [ChainEnd(2, 48, pack_keys(keys))])])],
+        placed=[Placement(1, 5, True, [Keys(False, 16, 48, [ChainEnd(2, 48, pack_keys(some))])])],
         pins=[(1, 2)],
         open=[1],
     )
     assert decode(encode(message)) == message
-    assert unpack_keys(message.placed[0].blocks[0].chains[0].keys) == keys
+    assert unpack_keys(message.placed[0].blocks[0].chains[0].keys) == some
 
 
 def _changed(**fields: object) -> bytes:
@@ -284,6 +297,15 @@ def test_messages_stay_within_their_bounds_and_a_giant_is_not_told() -> None:
     (peer,) = there.peers.peers.values()
     assert (len(peer.open), peer.lost) == (6, 0)
     assert there.worker(0).others.requests == 7
+
+
+def test_more_prompts_at_once_than_a_message_holds_are_not_told_but_their_load_is() -> None:
+    here, there = Site(1, workers=1), Site(2, workers=1)
+    chain = Chain(keys.chain(keys.namespace(), list(range(SIZE)), SIZE), SIZE)
+    blocks = PrefixBlocks((chain,) * (MAX_CHAINS + 1), SIZE * (MAX_CHAINS + 1), SIZE)
+    here.router.route(InferenceRequest(Endpoint.EMBEDDINGS, "r", "m", NoPrompt("test")), blocks, 0.0)
+    there.hear(here.news(0.0), 0.0)
+    assert (here.journal.untold, there.worker(0).others.requests) == (1, 1)
 
 
 def test_news_that_nobody_takes_give_way_to_a_full_state() -> None:
