@@ -17,6 +17,7 @@ API: https://kubernetes.io/docs/reference/using-api/api-concepts/ (lists in part
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -45,6 +46,7 @@ _LONGEST_BLIND_S = 2.0
 _CALM_S = 5.0
 """A watch that held this long makes the next pause the first one again."""
 _GONE = 410
+_TOKEN = re.compile(rb"[\x21-\x7e]+")
 _KEEP_ALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -194,8 +196,11 @@ class _Stream:
         server, query = self._server, self._query
         headers = {"accept": "application/json"}
         if server.token_file is not None:
-            token = await asyncio.to_thread(server.token_file.read_text, encoding="utf-8")
-            headers["authorization"] = f"Bearer {token.strip()}"
+            token = (await asyncio.to_thread(server.token_file.read_bytes)).strip()
+            if _TOKEN.fullmatch(token) is None:
+                # Not sent: what refuses such a header repeats it in its error.
+                raise _Refused(f"{server.token_file} does not hold a token: one line of plain letters")
+            headers["authorization"] = f"Bearer {token.decode()}"
         url = server.url + query.kind.path(query.namespace)
         request = self._http.build_request("GET", url, params=self._params, headers=headers)
         async with asyncio.timeout(_ANSWER_S):

@@ -210,7 +210,17 @@ async def test_the_token_is_read_again_for_each_request(api: Kube, tmp_path: Pat
         await until(lambda: said.error is None and api.watches == 1)
         token.unlink()
         api.cut()
-        await until(lambda: said.error is not None and "token" in said.error)
+        await until(lambda: said.error is not None and "No such file" in said.error)
+
+
+@pytest.mark.parametrize("content", [b"secret\nline", "s\u00e9cret".encode(), b"s\xffcret", b"\n"])
+async def test_a_file_that_holds_no_token_is_told_and_not_shown(api: Kube, tmp_path: Path, content: bytes) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(content)
+    async with source(api, token=token) as (_, said):
+        await until(lambda: said.error is not None)
+        assert said.error == f"{api.url}: {token} does not hold a token: one line of plain letters"
+    assert not api.asked
 
 
 async def test_endpoint_slices_are_followed_too(api: Kube) -> None:
