@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from gateway.pool import MAX_WORKERS, Route, Shadow, Version
 from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
-from gateway.settings.section import Seconds, Section, why
+from gateway.settings.section import BearerToken, Seconds, Section, why
 
 _YAML_OFF = WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}]})
 """YAML 1.1 reads a bare `off` as false."""
@@ -126,7 +126,7 @@ class WorkerTraits(Section):
         description="`each` data-parallel rank is a worker of its own, or all are `one`; `auto`: each, where the "
         "engine's release takes the rank's header (vLLM 0.11.1, SGLang 0.5.10).",
     )
-    api_key: SecretStr | None = Field(
+    api_key: BearerToken | None = Field(
         None, description="Sent to the worker as bearer token instead of the client's; none: the client's goes through."
     )
     tenants: tuple[str, ...] = Field(

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from gateway.credentials import KeySettings, ServerTls
-from gateway.settings.section import Port, Seconds, Section, why
+from gateway.settings.section import BearerToken, Port, Seconds, Section, why
 
 
 class ServerSettings(Section):
@@ -109,7 +109,7 @@ class AuthSettings(Section):
     tenant_salt: bool = Field(
         False, description="Give each tenant a cache salt of its own: no tenant can time what another has asked."
     )
-    admin_token: SecretStr | None = Field(
+    admin_token: BearerToken | None = Field(
         None, description="Bearer token of the admin port; none: no check, and only for the machine itself."
     )
     admin_open: bool = Field(

@@ -143,6 +143,15 @@ def test_default_names_are_distinct() -> None:
     assert default_worker_name({"w1", "w3"}) == "w2"
 
 
+@pytest.mark.parametrize("token", ["hidden\n", "hid\r\nx-more: den", "hidd\u00e9n", "hidden hidden"])
+def test_a_token_that_fits_no_header_is_refused_and_not_shown(token: str) -> None:
+    """The client would say it again in its error, and our own connection would send its line break."""
+    overrides = {"auth": {"admin_token": token}, "workers": [{"url": "http://a:1", "api_key": token}]}
+    said = problems_of(overrides=overrides, environ={})
+    assert [line.partition(":")[0] for line in said.splitlines()] == ["auth.admin_token", "workers.0.api_key"]
+    assert "hid" not in said
+
+
 def test_an_empty_admin_token_is_no_way_to_open_the_port() -> None:
     """An environment variable that was left empty, mostly."""
     with pytest.raises(ConfigError) as error:
