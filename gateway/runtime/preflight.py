@@ -12,8 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from random import Random
 
-from pydantic import SecretStr
-
 from gateway.config import ConfigError, Loaded
 from gateway.runtime.access import KeysInForce
 from gateway.runtime.models import Tokenizers
@@ -44,7 +42,7 @@ def mistakes(settings: Settings) -> list[str]:
 def doubts(loaded: Loaded, path: Path | None) -> list[str]:
     """What is valid and looks wrong. `path` is the file the configuration came from."""
     settings = loaded.settings
-    return [*_lists(loaded), *_access(settings, path), *_workers(settings), *_limits(settings)]
+    return [*_lists(loaded), *_access(settings), *_secrets(loaded, path), *_workers(settings), *_limits(settings)]
 
 
 def _lists(loaded: Loaded) -> Iterator[str]:
@@ -54,7 +52,7 @@ def _lists(loaded: Loaded) -> Iterator[str]:
             yield f"{key}: the list of {source} is not used, {loaded.origins[key]} has another"
 
 
-def _access(settings: Settings, path: Path | None) -> Iterator[str]:
+def _access(settings: Settings) -> Iterator[str]:
     auth, server = settings.auth, settings.server
     if auth.admin_open and not is_loopback(server.admin_host):
         yield f"auth.admin_open: whoever reaches {server.admin_host}:{server.admin_port} may change the fleet"
@@ -62,28 +60,51 @@ def _access(settings: Settings, path: Path | None) -> Iterator[str]:
         yield f"auth.admin_open: has no effect while server.admin_host is {server.admin_host}"
     if "*" in server.cors_origins and len(server.cors_origins) > 1:
         yield "server.cors_origins: `*` lets every page in; the other entries change nothing"
+
+
+def _secrets(loaded: Loaded, path: Path | None) -> Iterator[str]:
+    """Files that everybody can read and nobody should."""
+    settings = loaded.settings
+    server, worker_tls, redis = settings.server, settings.worker_tls, settings.redis
     private = {
-        "auth.keys_file": auth.keys_file,
+        "auth.keys_file": settings.auth.keys_file,
         "server.tls.key": server.tls.key or server.tls.cert,
         "server.admin_tls.key": server.admin_tls.key or server.admin_tls.cert,
-        "worker_tls.key": settings.worker_tls.key or settings.worker_tls.cert,
+        "worker_tls.key": worker_tls.key or worker_tls.cert,
+        "redis.key": redis.key or redis.cert,
     }
     for key, file in private.items():
         if file is not None and _open_to_all(file):
             yield f"{key}: {file} can be read by every user of the machine; chmod o-r"
-    if path is not None and _open_to_all(path) and (kept := list(_secrets_of(settings))):
-        yield f"{kept[0]}: stands in {path}, which every user of the machine can read; chmod o-r"
+    if path is not None and _open_to_all(path):
+        for given, key in _kept(settings):
+            if loaded.origins.get(given) == path.name:
+                yield f"{key}: stands in {path}, which every user of the machine can read; chmod o-r"
+                return
 
 
-def _secrets_of(settings: Settings) -> Iterator[str]:
+def _kept(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Secrets of the configuration: the key whose origin is known (a list is one), and the secret's own."""
+    redis = settings.redis
+    store = redis.model_copy(update={"password": None}).address()
     if settings.auth.admin_token is not None:
-        yield "auth.admin_token"
+        yield "auth.admin_token", "auth.admin_token"
+    if store is not None and store.password is not None:
+        yield "redis.url", "redis.url"
+    for name, secret in (("password", redis.password), ("sentinel_password", redis.sentinel_password)):
+        if secret is not None:
+            yield f"redis.{name}", f"redis.{name}"
     for number, entry in enumerate(settings.auth.keys):
         if entry.key is not None:
-            yield f"auth.keys.{number}.key"
+            yield "auth.keys", f"auth.keys.{number}.key"
     for number, worker in enumerate(settings.workers):
         if worker.api_key is not None:
-            yield f"workers.{number}.api_key"
+            yield "workers", f"workers.{number}.api_key"
+    for number, name in enumerate(settings.discovery.dns):
+        if name.api_key is not None:
+            yield "discovery.dns", f"discovery.dns.{number}.api_key"
+    if settings.discovery.kubernetes is not None and settings.discovery.kubernetes.api_key is not None:
+        yield "discovery.kubernetes.api_key", "discovery.kubernetes.api_key"
 
 
 def _open_to_all(path: Path) -> bool:
@@ -97,7 +118,7 @@ def _workers(settings: Settings) -> Iterator[str]:
     routing = settings.routing
     for number, worker in enumerate(settings.workers):
         host = worker.url.split("://")[1].rpartition(":")[0] or worker.url.split("://")[1]
-        if isinstance(worker.api_key, SecretStr) and worker.url.startswith("http://") and not is_loopback(host):
+        if worker.api_key is not None and worker.url.startswith("http://") and not is_loopback(host):
             yield f"workers.{number}.api_key: goes to {worker.url} unencrypted; use https unless the network is yours"
         if worker.weight != 1 and routing.policy in ("seconds", "round_robin"):
             yield f"workers.{number}.weight: has no effect under the policy {routing.policy}"

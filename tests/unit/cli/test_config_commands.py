@@ -91,6 +91,22 @@ def test_secrets_that_everybody_can_read_are_a_warning(tmp_path: Path) -> None:
     text = "auth: {admin_token: hush}"
     assert "auth.admin_token: stands in" in config(tmp_path, text, "check", mode=0o644).stderr
     assert config(tmp_path, text, "check", mode=0o640).stderr == ""
+    elsewhere = {"KVGATE_AUTH__ADMIN_TOKEN": "hush"}
+    assert config(tmp_path, "retries: {max: 3}", "check", env=elsewhere, mode=0o644).stderr == ""
+    for key, text in (
+        ("redis.url", "redis: {url: 'redis://:hush@store'}"),
+        ("redis.password", "redis: {url: 'redis://store', password: hush}"),
+        ("workers.1.api_key", "workers: [{url: 'http://127.0.0.1:1'}, {url: 'http://127.0.0.1:2', api_key: hush}]"),
+        ("discovery.dns.0.api_key", "discovery: {dns: [{name: gpus, api_key: hush}]}"),
+        (
+            "discovery.kubernetes.api_key",
+            "discovery: {kubernetes: {selector: a=b, namespace: n, api_server: 'https://a', api_key: hush}}",
+        ),
+    ):
+        said = config(tmp_path, text, "check", mode=0o644).stderr
+        assert f"warning: {key}: stands in" in said, said
+        assert "hush" not in said
+    assert config(tmp_path, "redis: {url: 'redis://store'}", "check", mode=0o644).stderr == ""
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: []\n")
     keys.chmod(0o644)
