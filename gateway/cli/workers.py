@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from gateway.admin.worker_answers import WorkerAnswer, WorkerList
@@ -251,7 +252,7 @@ def _watch(look: Callable[[], RenderableType], every_s: float) -> None:
         try:
             return look()
         except AdminError as error:
-            return Group(f"[bold red]kvgate:[/] {error.message}")
+            return Group(f"[bold red]kvgate:[/] {escape(error.message)}")
 
     if not out.is_terminal:
         _repeat(lambda: out.print(safely()), every_s)

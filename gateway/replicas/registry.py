@@ -8,8 +8,9 @@ Rules:
 2. A worker stays as long as its last announcement was to last, whatever became of the record: a store that begins anew
    empty takes nobody out. After a time without answers everybody is given that long once more.
 3. One that leaves in order says so, by a record that takes the place of its own, and is gone at the next look.
-4. Of several records of one address the one that lasts longest counts. One that cannot be read is left out and told,
+4. Of several records of one address the one that lasts longest counts. One that cannot be read is left out and logged,
    and does not keep others from being seen.
+5. No more workers are kept than a look reads records, whatever became of those records.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from random import Random
 from typing import Annotated, Final
 
 import msgspec
+import structlog
 from msgspec import Meta
 
 from gateway.discovery import Found, Publish
@@ -138,6 +140,8 @@ class RegistrySource:
         self._present: dict[str, tuple[Found, float, float]] = {}
         """By address: the worker, until when, and how long an announcement of it lasts."""
         self._lost = False
+        self._unread = 0
+        self._log = structlog.get_logger("kvgate.registry")
 
     async def run(self, publish: Publish) -> None:
         """Never returns."""
@@ -166,10 +170,12 @@ class RegistrySource:
             for url, (found, until, life_s) in self._present.items():
                 self._present[url] = found, max(until, now + life_s), life_s
         unread = self._take([(bytes(text), float(ends)) for text, ends in rows], store_now, now)  # type: ignore[arg-type, str-unpack]
-        self._present = {url: entry for url, entry in self._present.items() if entry[1] > now}
+        lasting = sorted(self._present.items(), key=lambda item: item[1][1], reverse=True)
+        self._present = {url: entry for url, entry in lasting[:_MAX_RECORDS] if entry[1] > now}
         publish.present([found for found, _, _ in self._present.values()])
-        if unread:
-            publish.failed(f"{unread} records of the registry cannot be read; kvgate register writes right ones")
+        if unread != self._unread:
+            self._unread = unread
+            self._log.warning("records of the registry that cannot be read are left out", count=unread)
 
     def _take(self, rows: list[tuple[bytes, float]], store_now: float, now: float) -> int:
         """Records, the longest-lasting first. Returns how many cannot be read."""
