@@ -7,7 +7,8 @@ Rules:
 2. A copy of another start of the engine's process, of another key size, or one that cannot be read is not used. Without
    a store, without a copy, or with a store that does not answer in time the replay alone tells, as ever.
 3. Copies are taken every `snapshot_s`, rank after rank, of feeds with a replay: without one nothing could prove them
-   right. The loop only copies the tables; the rest is done in a thread.
+   right. One that has not changed is written again before it ends. The loop only copies the tables; the rest is done
+   in a thread.
 4. Learned speeds are taken over where nothing was learned yet.
 """
 
@@ -26,6 +27,7 @@ from gateway.records import EventSource
 from gateway.replicas import Shelf
 from gateway.replicas.messages import worker_key
 from gateway.replicas.snapshots import (
+    MAX_BYTES,
     SPEEDS_NAME,
     RankSnapshot,
     Speeds,
@@ -44,6 +46,9 @@ _AT_ONCE: Final = 1_000
 """Blocks placed in one turn of the loop, a millisecond."""
 
 
+REWRITTEN_EVERY: Final = 10
+"""Periods after which also a copy that has not changed is written again: it lives for twenty."""
+
 _LOOKS: Final = 600
 """Workers that join in the first five minutes begin with the speeds that were left."""
 
@@ -57,11 +62,13 @@ class Warmth:
         self._index = index
         self._snapshot_s = snapshot_s
         self.written: dict[tuple[int, int], FeedPoint] = {}
-        """How far the copies written by this process go, by worker and rank."""
+        """How far the copies written by this process go, by worker and rank; forgotten now and then."""
+        self._periods = 0
         self._speeds: Speeds | None = None
         self._looks = 0
         self.results: Counter[str] = Counter()
-        """`written`, `restored`, and copies not used: `none`, `other_start`, `other_size`, `store`."""
+        """`written`, `restored`, copies not used: `none`, `other_start`, `other_size`, `store`, and not written:
+        `too_large`."""
         self._log = structlog.get_logger("kvgate.replicas")
 
     # ------------------------------------------------------------------ taking over
@@ -137,6 +144,9 @@ class Warmth:
 
     async def _write(self, membership: Membership) -> None:
         period_s = 0.9 * self._snapshot_s
+        self._periods += 1
+        if self._periods % REWRITTEN_EVERY == 0:
+            self.written.clear()
         if await self._shelf.claim(SPEEDS_NAME, period_s):
             await self._shelf.put(SPEEDS_NAME, encode_speeds(self._learned()))
         for member in list(membership.members.values()):
@@ -157,9 +167,12 @@ class Warmth:
             return
         started = member.facts.start_time_unix if member.facts is not None else None
         value = await asyncio.to_thread(encode_rank, RankSnapshot(started, point, blocks))
-        await self._shelf.put(rank_name(*key), value)
+        if len(value) > MAX_BYTES:
+            self.results["too_large"] += 1  # nobody would read it
+        else:
+            await self._shelf.put(rank_name(*key), value)
+            self.results["written"] += 1
         self.written[key] = point
-        self.results["written"] += 1
 
     def _learned(self) -> Speeds:
         pools = {pool.model: pool.rates.learned() for pool in self._fleet.pools.values() if pool.rates.samples}

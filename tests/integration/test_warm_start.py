@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.runtime import Gateway
+from gateway.runtime import Gateway, warmth
 from gateway.sim.faults import Fault, FaultKind
 from tests.integration.redis_server import RedisServer, redis_server
 from tests.integration.rig import fast, until
@@ -89,3 +89,23 @@ async def test_without_an_answer_of_the_store_the_replay_alone_tells(redis: Redi
         second = await rig.add()
         assert _results(second)["store"] >= 1
         await until(lambda: _blocks(second) == _blocks(rig.gateways[0]) > 0)
+
+
+async def test_a_copy_of_an_idle_engine_stays_and_one_that_nobody_would_read_is_not_written(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies end by themselves; what has not changed is written again before it does."""
+    monkeypatch.setattr(warmth, "REWRITTEN_EVERY", 2)
+    async with replicas(1, store=redis.url, engines=1, more=MORE) as rig, redis.client() as client:
+        await Chats().run(rig, 2, turns=1)
+        await until(lambda: rig.leased() == 0)
+        await _written(rig)
+        (name,) = await client.keys("*:blocks:*:0")
+        await client.delete(name)  # as if its life had ended
+        before = _results(rig.gateways[0])["written"]
+        await until(lambda: _results(rig.gateways[0])["written"] > before)
+        assert await client.exists(name)
+        monkeypatch.setattr(warmth, "MAX_BYTES", 10)
+        await client.delete(name)
+        await until(lambda: _results(rig.gateways[0]).get("too_large", 0) > 0)
+        assert not await client.exists(name)
