@@ -100,8 +100,8 @@ def _kept(settings: Settings) -> Iterator[tuple[str, str]]:
     for number, worker in enumerate(settings.workers):
         if worker.api_key is not None:
             yield "workers", f"workers.{number}.api_key"
-    for number, name in enumerate(settings.discovery.dns):
-        if name.api_key is not None:
+    for number, lookup in enumerate(settings.discovery.dns):
+        if lookup.api_key is not None:
             yield "discovery.dns", f"discovery.dns.{number}.api_key"
     if settings.discovery.kubernetes is not None and settings.discovery.kubernetes.api_key is not None:
         yield "discovery.kubernetes.api_key", "discovery.kubernetes.api_key"
