@@ -313,7 +313,8 @@ class WorkerFacts:
 @dataclass(frozen=True, slots=True)
 class LoadSample:
     """One poll of a worker's `/metrics`: requests running and waiting, share of KV blocks held by running
-    requests (0..1), and the engine's cumulative prefix-cache counters in tokens where it has them."""
+    requests (0..1), and the engine's cumulative prefix-cache counters in tokens where it has them. `adapters` are those
+    its requests use, `adapter_slots` how many it can have on its GPU; empty and None where it does not say."""
 
     running: float
     waiting: float
@@ -322,6 +323,8 @@ class LoadSample:
     prefix_hits: float | None = None
     kv_blocks: int | None = None
     start_time_unix: float | None = None
+    adapters: tuple[str, ...] = ()
+    adapter_slots: int | None = None
 
 
 # --------------------------------------------------------------------------- decision
@@ -332,7 +335,8 @@ class Terms(NamedTuple):
 
     `hit_s` is the prefill time the overlap saves (shown, already contained in `own_s`), `wait_s` the time until
     the prefill could start, `own_s` the prefill itself, `decode_s`, `evict_s` and `kv_s` the three load prices.
-    `repeat_s` is the price of computing what others compute at this moment; `affinity_s` and `idle_s` are credits.
+    `repeat_s` is the price of computing what others compute at this moment, `adapter_s` that of adapters which the
+    worker would have to load; `affinity_s` and `idle_s` are credits.
     Policies that do not price in seconds leave every term at 0 and put their own figure in `cost`.
     """
 
@@ -346,6 +350,7 @@ class Terms(NamedTuple):
     affinity_s: float = 0.0
     repeat_s: float = 0.0
     idle_s: float = 0.0
+    adapter_s: float = 0.0
 
 
 class Candidate(NamedTuple):

@@ -229,6 +229,7 @@ class Router:
             streamed=request.stream,
             sent_at=now,
             wait_s=choice.wait_s,
+            adapters=adapters_of(request, choice.pool),
         )
         booking = self._ledger.book(worker, reservation, blocks, choice.overlaps, now)
         rates, decision = choice.pool.rates, choice.decision
@@ -298,12 +299,12 @@ class Router:
             settled_s=rates.settled_s,
         )
         unplaced = None if session is None or self._may_have(pool, home) else session
-        scales = self._scales
+        scales, adapters = self._scales, adapters_of(request, pool)
         if not pool.shards:
             shard, excluded = eligible(pool, pool.everybody, request, blocks, tried)
-            found = scales.weigh(pool, shard, ask, blocks, unplaced, now) if shard.workers else None
+            found = scales.weigh(pool, shard, ask, blocks, unplaced, now, adapters) if shard.workers else None
         else:
-            found, excluded = scales.in_shards(pool, ask, request, blocks, unplaced, now, tried)
+            found, excluded = scales.in_shards(pool, ask, request, blocks, unplaced, now, tried, adapters)
         if found is None:
             raise self._nobody(pool, request)
         at, rows, raw, view, workers = found.at, found.rows, found.raw, found.view, found.shard.workers
@@ -389,6 +390,13 @@ class Router:
 
 
 # --------------------------------------------------------------------------- small rules
+
+
+def adapters_of(request: InferenceRequest, pool: Pool) -> tuple[str, ...]:
+    """The adapters a request needs: those its body names beside the model, else the one that its model is."""
+    if request.adapters:
+        return tuple(dict.fromkeys(request.adapters))
+    return () if pool.adapter is None else (pool.adapter,)
 
 
 def _leading(blocks: PrefixBlocks) -> int | None:

@@ -80,6 +80,7 @@ class Scales:
         unplaced: str | None,
         now: float,
         tried: frozenset[WorkerId],
+        adapters: tuple[str, ...] = (),
     ) -> tuple[Weighed | None, Excluded]:
         """Home first; as long as the best so far costs more than the margin, the next shard is asked too, and kept
         when it is better by more than the margin."""
@@ -92,7 +93,7 @@ class Scales:
             shard, excluded = eligible(pool, pool.shards[number], request, blocks, tried)
             if not shard.workers:
                 continue
-            found = self.weigh(pool, shard, ask, blocks, unplaced, now)
+            found = self.weigh(pool, shard, ask, blocks, unplaced, now, adapters)
             found.number, found.first = number, first
             if best is not None and found.cost + margin_s >= best.cost:
                 break
@@ -110,9 +111,16 @@ class Scales:
         return numbers if at is None else [at, *(number for number in numbers if number != at)]
 
     def weigh(
-        self, pool: Pool, shard: Shard, ask: Ask, blocks: PrefixBlocks, unplaced: str | None, now: float
+        self,
+        pool: Pool,
+        shard: Shard,
+        ask: Ask,
+        blocks: PrefixBlocks,
+        unplaced: str | None,
+        now: float,
+        adapters: tuple[str, ...] = (),
     ) -> Weighed:
-        """The best of these workers."""
+        """The best of these workers for a request with these adapters."""
         workers, slots, mask = shard
         overlaps: Overlaps | None = None
         if blocks.chains:
@@ -128,6 +136,8 @@ class Scales:
             if computing:
                 ask = ask._replace(computing=computing, new_prefix=longest)
         view = self._view(pool, shard, raw, overlaps)
+        if adapters:
+            view = view._replace(absent=[worker.adapters.absent(adapters) for worker in workers])
         rows = self.policy.score(ask, view, now)
         at = pick(self.policy, view, rows, session=unplaced, rng=self._rng)
         return Weighed(shard, at, rows[at][0], rows, raw, view, overlaps)

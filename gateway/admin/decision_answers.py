@@ -24,6 +24,7 @@ class TermsAnswer(Answer):
         affinity_s=0.02,
         repeat_s=0.0,
         idle_s=0.0,
+        adapter_s=0.0,
     )
 
     cost: float
@@ -46,6 +47,8 @@ class TermsAnswer(Answer):
     """The price of computing what other workers are computing at this moment."""
     idle_s: float
     """Taken off: what requests have waited elsewhere while this worker had nothing to do."""
+    adapter_s: float
+    """Added for adapters of the request that the worker would have to load."""
 
 
 class CandidateAnswer(Answer):

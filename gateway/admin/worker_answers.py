@@ -48,6 +48,8 @@ class WorkerAnswer(Answer):
     models: list[str]
     adapters: dict[str, str]
     """Adapter -> base model."""
+    adapters_loaded: list[str]
+    """Those taken to be on its GPU, the one used last first."""
     block_size: int
     """Tokens a KV block."""
     kv_blocks: int | None
@@ -120,6 +122,7 @@ class WorkerAnswer(Answer):
             health=HealthAnswer.of(worker.health, now),
             models=list(facts.models),
             adapters=dict(facts.adapters),
+            adapters_loaded=list(worker.adapters.loaded),
             block_size=worker.block_size,
             kv_blocks=facts.kv_blocks,
             max_model_len=facts.max_model_len,

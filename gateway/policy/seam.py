@@ -14,14 +14,14 @@ from typing import NamedTuple, Protocol, overload
 
 from gateway.records import Candidate, Slot, Terms, WorkerId
 
-Row = tuple[float, float, float, float, float, float, float, float, float, float]
+Row = tuple[float, float, float, float, float, float, float, float, float, float, float]
 """The numbers of `Terms`, in its order, as a plain tuple: made twice as fast, and left alone by the garbage collector.
 A decision has one for every worker."""
 
 
 def row(cost: float) -> Row:
     """A row of a policy that does not price in seconds."""
-    return (cost, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return (cost, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Ask(NamedTuple):
@@ -102,12 +102,14 @@ class Load(Protocol):
 class View(NamedTuple):
     """The candidates of one decision, position by position: the worker, its overlap in tokens weighted by trust, and
     the tokens its GPU cache holds. `read_s` are seconds to read the slow-tier part of the overlap, None when no
-    candidate has any."""
+    candidate has any; `absent` is how many of the request's adapters it would have to load, None for requests without.
+    """
 
     workers: Sequence[Load]
     hits: Sequence[int]
     resident: Sequence[int]
     read_s: Sequence[float] | None = None
+    absent: Sequence[int] | None = None
 
 
 class Candidates(Sequence[Candidate]):

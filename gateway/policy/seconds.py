@@ -9,7 +9,8 @@ For a request of n tokens and a worker with usable overlap h (`docs/concepts/sco
     kv    = KV occupancy after placing, 0..1
     repeat = half the seconds of what others compute at this moment, for each of them
     idle  = what requests have waited since this worker had nothing to do
-    cost  = wait + (1 + lambda) * own + delta * running + mu * evict + kappa * kv + repeat - affinity - idle
+    adapter = seconds to load the request's adapters that are not there
+    cost  = wait + (1 + lambda) * own + delta * running + mu * evict + kappa * kv + repeat + adapter - affinity - idle
 
 Written as `score = alpha * hit - beta * queue - gamma * load` this is: `alpha` scales the seconds a hit saves, `beta`
 the wait, `gamma` the three load prices. All three are 1 by default, since every term is in seconds already.
@@ -53,6 +54,10 @@ class Prices:
     idle: float = 1.0
     """Share of what requests have waited elsewhere that an idle worker is credited with: at 1 what is spent on bringing
     a prefix to it is at most what its absence has cost (the rule of the ski rental)."""
+    adapter_s: float = 0.05
+    """Bringing one adapter to a worker: some ten milliseconds from its host's memory (170 MB for rank 32 on an 8B
+    model), a hundred from disk, and another adapter has to go. As much as a few hundred tokens of prefill: no reason to
+    leave a long prefix or to stand in a queue."""
     near_s: float = 0.001
     """Costs closer than this are a tie: below every noise in the estimates."""
     near_cold: float = 0.05
@@ -94,7 +99,7 @@ class Seconds:
         own_factor = 1.0 + prices.own_extra
         running_s, mu, kappa = gamma * prices.running_s, gamma * prices.evict, gamma * prices.kv_s
         cold_s = overhead_s + tokens * (token_s + pair_s * tokens / 2)
-        read_s = view.read_s
+        read_s, absent = view.read_s, view.absent
         repeat_token_s = prices.repeat * computing * token_s
         found: list[Row] = []
         add = found.append
@@ -128,7 +133,10 @@ class Seconds:
             if home is not None and worker.id == home:
                 affinity = prices.affinity_s
                 cost -= affinity
-            repeat = idle = 0.0
+            repeat = idle = adapter = 0.0
+            if absent is not None and absent[position]:
+                adapter = prices.adapter_s * absent[position]
+                cost += adapter
             if hit < new_prefix:
                 repeat = slowdown * repeat_token_s * (new_prefix - hit)
                 cost += repeat
@@ -138,5 +146,5 @@ class Seconds:
                 if unpaid_s > 0.0:
                     idle = prices.idle * unpaid_s
                     cost -= idle
-            add((cost, saved, wait, own, decode, evict, kv, affinity, repeat, idle))
+            add((cost, saved, wait, own, decode, evict, kv, affinity, repeat, idle, adapter))
         return found

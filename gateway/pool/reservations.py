@@ -15,7 +15,7 @@ _FLOW_S = 60.0
 class Reservation:
     """What one request is expected to cost its worker. `new_tokens` are uncached prompt tokens, `output_tokens` the
     expected answer; both take KV room. `streamed` says that its first byte marks the end of its prefill,
-    `wait_s` how long that was expected to wait for others."""
+    `wait_s` how long that was expected to wait for others, `adapters` what the worker needs for it."""
 
     new_tokens: int
     cached_tokens: int
@@ -24,6 +24,7 @@ class Reservation:
     streamed: bool
     sent_at: float
     wait_s: float = 0.0
+    adapters: tuple[str, ...] = ()
     pending: bool = True
     open: bool = True
 

@@ -124,6 +124,11 @@ class EngineHost:
         """Engine requests under way."""
         return len(self._lines)
 
+    def adapters(self, *, running: bool) -> list[str]:
+        """Those of requests that have begun to answer, or of the others."""
+        lines = (ask.ask.adapter for ask, line in self._lines.values() if bool(line.done) is running)
+        return sorted({adapter for adapter in lines if adapter is not None})
+
     @property
     def gauges(self) -> Gauges:
         """What `/metrics` shows now: SGLang's are as old as its last flush of events."""

@@ -12,6 +12,9 @@ import msgspec
 
 from gateway.sim.host import EngineHost
 
+ADAPTER_SLOTS = 8
+"""Adapters that an engine has on its GPU."""
+
 _Row = tuple[str, str, str, float]
 """Name, type, labels and value of one series."""
 
@@ -28,7 +31,7 @@ def _exposition(rows: Iterable[_Row]) -> bytes:
     return "".join(lines).encode()
 
 
-def vllm_metrics(ranks: Iterable[EngineHost], *, model: str) -> bytes:
+def vllm_metrics(ranks: Iterable[EngineHost], *, model: str, unix_s: float) -> bytes:
     """Counters are in tokens; `kv_cache_usage_perc` counts idle cached blocks as free. A rank is an `engine`."""
     rows: list[_Row] = []
     for host in ranks:
@@ -54,6 +57,10 @@ def vllm_metrics(ranks: Iterable[EngineHost], *, model: str) -> bytes:
             ("vllm:request_success_total", "counter", labels[:-1] + ',finished_reason="length"}', counters.finished),
             ("vllm:cache_config_info", "gauge", config, 1),
         ]
+        if host.settings.adapters:
+            running, waiting = (",".join(host.adapters(running=running)) for running in (True, False))
+            lists = f'running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
+            rows.append(("vllm:lora_requests_info", "gauge", f'{{max_lora="{ADAPTER_SLOTS}",{lists}}}', unix_s))
     return _exposition(rows)
 
 
@@ -87,6 +94,8 @@ def sglang_metrics(ranks: Sequence[EngineHost], *, model: str) -> bytes:
             ("sglang:num_requests_total", "counter", f"{{{rank}{front}}}", counters.finished),
             ("sglang:evicted_tokens_total", "counter", labels, counters.evicted_blocks * engine.block_size),
         ]
+        if host.settings.adapters:
+            rows.append(("sglang:lora_pool_slots_total", "gauge", labels, ADAPTER_SLOTS))
         if engine.host_capacity:
             size = engine.block_size
             rows += [

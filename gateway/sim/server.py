@@ -341,8 +341,11 @@ class SimulatedWorker:
         reply.send(200, _json({"text" if self._sglang else "prompt": self._speech.decode(tokens)}))
 
     def _metrics(self, request: HttpRequest, reply: Reply) -> None:
-        write = sglang_metrics if self._sglang else vllm_metrics
-        page = write(self._ranks.hosts, model=self.settings.model)
+        hosts, model = self._ranks.hosts, self.settings.model
+        if self._sglang:
+            page = sglang_metrics(hosts, model=model)
+        else:
+            page = vllm_metrics(hosts, model=model, unix_s=self._wall_clock())
         reply.send(200, page, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _models(self, request: HttpRequest, reply: Reply) -> None:

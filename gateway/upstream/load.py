@@ -218,4 +218,5 @@ def _joined(load: LoadSample, counters: LoadSample | None) -> LoadSample:
         prefix_hits=counters.prefix_hits,
         kv_blocks=counters.kv_blocks,
         start_time_unix=counters.start_time_unix,
+        adapter_slots=counters.adapter_slots,
     )

@@ -105,6 +105,7 @@ _VLLM = {
     "queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
     "hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
     "cache": ("vllm:cache_config_info",),
+    "adapters": ("vllm:lora_requests_info",),
 }
 _SGLANG = {
     "running": ("sglang:num_running_reqs",),
@@ -114,6 +115,7 @@ _SGLANG = {
     "page": ("sglang:page_size",),
     "queries": ("sglang:prompt_tokens_total",),
     "hits": ("sglang:cached_tokens_total",),
+    "slots": ("sglang:lora_pool_slots_total",),
 }
 """`queries` and `hits` of SGLang are counted in front of the ranks, so they have no rank."""
 
@@ -137,7 +139,8 @@ def parse_ranks(text: bytes, engine: EngineKind, ranks: Iterable[int]) -> dict[i
         if not own["running"] or not own["waiting"]:
             continue
         if kind is EngineKind.VLLM:
-            sample = _vllm(own)
+            shared = [item for item in found["adapters"] if label not in item.labels]
+            sample = _vllm(own | {"adapters": own["adapters"] or shared})
             blocks = vllm_cache(found["cache"])[1]
             sample = replace(sample, kv_blocks=blocks // len(found["cache"]) if blocks is not None else None)
         else:
@@ -160,6 +163,7 @@ def _read(text: bytes, engine: EngineKind) -> tuple[EngineKind, _Found]:
 def _vllm(found: _Found) -> LoadSample:
     if not found["running"] or not found["waiting"]:
         raise ValueError("/metrics has no vllm:num_requests_running or vllm:num_requests_waiting")
+    adapters, slots = _vllm_adapters(found["adapters"])
     return LoadSample(
         running=_sum(found["running"]),
         waiting=_sum(found["waiting"]),
@@ -167,7 +171,27 @@ def _vllm(found: _Found) -> LoadSample:
         prefix_queries=_sum_or_none(found["queries"]),
         prefix_hits=_sum_or_none(found["hits"]),
         kv_blocks=vllm_cache(found["cache"])[1],
+        adapters=adapters,
+        adapter_slots=slots,
     )
+
+
+def _vllm_adapters(series: Sequence[Series]) -> tuple[tuple[str, ...], int | None]:
+    """Adapters of waiting and of running requests, and how many fit on the GPU. Each change of the lists makes a new
+    series whose value is the time of the change, and old ones stay: the newest of each engine counts."""
+    newest: dict[str, Series] = {}
+    for item in series:
+        engine = item.labels.get("engine", "")
+        if engine not in newest or item.value >= newest[engine].value:
+            newest[engine] = item
+    names = [
+        name.strip()
+        for key in ("waiting_lora_adapters", "running_lora_adapters")
+        for item in newest.values()
+        for name in item.labels.get(key, "").split(",")
+    ]
+    slots = [found for item in newest.values() if (found := _whole(item.labels.get("max_lora"))) is not None]
+    return tuple(dict.fromkeys(filter(None, names))), max(slots, default=None)
 
 
 def _sglang(found: _Found) -> LoadSample:
@@ -185,6 +209,7 @@ def _sglang(found: _Found) -> LoadSample:
         prefix_queries=queries,
         prefix_hits=hits,
         kv_blocks=int(sum(tokens.values()) // page) if tokens and page else None,
+        adapter_slots=int(_max(found["slots"])) or None,
     )
 
 

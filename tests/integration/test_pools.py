@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.credentials import key_hash
 from gateway.records import WorkerId
-from tests.integration.rig import Rig, rig, until
+from tests.integration.rig import Rig, fast, rig, until
 from tests.integration.test_gateway import chat
 
 KEYS = {tenant: f"kvg-{tenant}-0123456789abcdef" for tenant in ("acme", "zeta", "guest")}
@@ -92,3 +92,21 @@ async def test_tenants_have_workers_of_their_own_and_keys_their_labels() -> None
         await r.http.delete(f"{r.ports.admin_url}/admin/workers/w2")
         refused = await answer("guest", "never")
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_an_adapter_is_used_where_its_worker_says_that_it_is_loaded() -> None:
+    """Some other client has loaded it: the gateway learns that from the worker's metrics alone."""
+    async with rig(3, engine=fast(adapters=("poet",)), settings={"load": {"poll_s": 0.05}}) as r:
+        direct = chat("loads it") | {"model": "poet", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        async with r.http.stream("POST", f"{r.engine('w3').url}/v1/chat/completions", json=direct) as answer:
+            assert answer.status_code == 200
+            await until(lambda: r.gateway.fleet.workers[WorkerId("w3")].adapters.loaded == ("poet",))
+        await until(r.quiet)
+        shown = await r.admin("/admin/workers")
+        assert {w["id"]: w["adapters_loaded"] for w in shown["workers"]} == {"w1": [], "w2": [], "w3": ["poet"]}
+        for number in range(3):
+            assert (await ask(r, "poet", f"poem {number}")).headers["x-kvgate-worker"] == "w3"
+        decision = await r.http.post(f"{r.ports.admin_url}/admin/explain", json=chat("x") | {"model": "poet"})
+        prices = {row["worker"]: row["terms"]["adapter_s"] for row in decision.json()["candidates"]}
+        assert prices == {"w1": 0.05, "w2": 0.05, "w3": 0.0}
+        await until(r.quiet)

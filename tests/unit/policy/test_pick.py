@@ -17,7 +17,7 @@ def choose(
     session: str | None = None, seed: int = 0,
 ) -> int:  # fmt: skip
     workers = [Stand(id=WorkerId(f"w{n}"), picked=(picked or [0] * len(costs))[n]) for n in range(len(costs))]
-    rows: list[Row] = [(cost, 0.0, 0.0, own_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for cost in costs]
+    rows: list[Row] = [(cost, 0.0, 0.0, own_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for cost in costs]
     return pick(Seconds(), View(workers, hits, [0] * len(costs)), rows, session=session, rng=Random(seed))
 
 

@@ -232,3 +232,40 @@ def test_loads_of_sglang() -> None:
 def test_loads_of_another_shape(body: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  the reasons differ, that it is one counts
         parse_loads(body)
+
+
+# --------------------------------------------------------------------------- adapters
+
+VLLM_LOAD = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
+
+
+def info(value: float, *, running: str = "", waiting: str = "", slots: str = "2", engine: str | None = None) -> str:
+    rank = "" if engine is None else f'engine="{engine}",'
+    labels = f'{rank}max_lora="{slots}",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
+    return f"vllm:lora_requests_info{{{labels}}} {value}\n"
+
+
+def test_the_newest_series_names_the_adapters_in_use() -> None:
+    text = info(1.7e9, running="old") + info(1.7e9 + 2, running="a,b", waiting="c, a") + info(1.7e9 + 1)
+    sample = parse_metrics((VLLM_LOAD + text).encode(), EngineKind.VLLM)
+    assert (set(sample.adapters), sample.adapter_slots) == ({"a", "b", "c"}, 2)
+    quiet = parse_metrics((VLLM_LOAD + info(1.7e9)).encode(), EngineKind.VLLM)
+    assert (quiet.adapters, quiet.adapter_slots) == ((), 2)
+    none = parse_metrics(VLLM_LOAD.encode(), EngineKind.VLLM)
+    assert (none.adapters, none.adapter_slots) == ((), None)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_adapters_of_ranks_are_their_own_where_the_series_say_whose(labelled: bool) -> None:
+    lines = [f'vllm:num_requests_{what}{{engine="{rank}"}} 1\n' for rank in (0, 1) for what in ("running", "waiting")]
+    lines += [info(2.0 + rank, running=f"a{rank}", engine=str(rank) if labelled else None) for rank in (0, 1)]
+    samples = parse_ranks("".join(lines).encode(), EngineKind.VLLM, (0, 1))
+    assert [samples[rank].adapters for rank in (0, 1)] == [("a0",) if labelled else ("a1",), ("a1",)]
+
+
+def test_sglang_says_how_many_adapters_fit_and_not_which() -> None:
+    text = sglang_text(
+        "sglang:num_running_reqs{} 1", "sglang:num_queue_reqs{} 0", 'sglang:lora_pool_slots_total{tp_rank="0"} 4'
+    )
+    sample = parse_metrics(text, EngineKind.SGLANG)
+    assert (sample.adapters, sample.adapter_slots) == ((), 4)
