@@ -27,7 +27,8 @@ ENV PATH=/opt/kvgate/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
-# The admin port: it speaks plain HTTP also where the client port speaks TLS, and asks for no token here.
+# The admin port: it speaks plain HTTP also where the client port speaks TLS, and asks for no token here. With another
+# `server.admin_port`, or with `server.admin_tls`, give the container a check of your own.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8001/health', timeout=2)"]
 ENTRYPOINT ["kvgate"]

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install run test check format lint types imports docs bench clean
+.PHONY: help install run test check format lint types imports unit docs bench clean
 
 help: ## what the targets do
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
