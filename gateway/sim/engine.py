@@ -127,6 +127,9 @@ class SimulatedEngine:
         self._aborted = 0
         self._evicted = 0
         self._busy_s = 0.0
+        self._link = 1.0
+        self._loaded = 0
+        self._load_s = 0.0
 
     # ---------------------------------------------------------------- looking
 
@@ -181,7 +184,16 @@ class SimulatedEngine:
 
     @property
     def counters(self) -> EngineCounters:
-        return EngineCounters(self._queried, self._hits, self._finished, self._aborted, self._evicted, self._busy_s)
+        return EngineCounters(
+            self._queried,
+            self._hits,
+            self._finished,
+            self._aborted,
+            self._evicted,
+            self._busy_s,
+            self._loaded,
+            self._load_s,
+        )
 
     def cached_blocks(self, blocks: Sequence[int]) -> int:
         """Length of the leading run of `blocks` in the cache (those of a running prefill included)."""
@@ -263,6 +275,10 @@ class SimulatedEngine:
             self._drop(self._host.evict(count), happenings, Tier.CPU)
         return happenings
 
+    def set_link(self, factor: float) -> None:
+        """Reads from the tier below take 1 / `factor` of the usual time from now on."""
+        self._link = factor
+
     def set_speed(self, speed: float, now: float) -> list[Happening]:
         """Change the speed for prefills that start from now on, and for decode at once."""
         if speed <= 0:
@@ -336,14 +352,19 @@ class SimulatedEngine:
         job.claim, evicted = self._cache.claim(job.blocks, unnamed)
         self._evicted_now(evicted, happenings)
         held = job.claim.held
+        read_s = 0.0
         if self._host is not None:
-            held += self._host.run(job.blocks, held)
+            below = self._host.run(job.blocks, held)
+            held += below
+            read_s = below * size * self.model.host_token_s / (self._speed * self._link)
+            self._loaded += below * size
+            self._load_s += read_s
         cached = min(held * size, job.prompt - 1)
         if self._whole_block_hits:
             cached -= cached % size
         new = job.prompt - cached
         chunks = new / self.model.chunk_tokens
-        duration = self.model.prefill_s(new, cached) / self._speed
+        duration = self.model.prefill_s(new, cached) / self._speed + read_s
         if self._decoding:
             duration += chunks * self._step_s()
         self._queried += job.prompt

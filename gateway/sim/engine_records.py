@@ -22,6 +22,8 @@ class EngineModel:
     chunk_tokens: int
     kv_tokens: int
     max_running: int
+    host_token_s: float = 1 / 60_000
+    """Seconds to bring one token back from the tier below: PCIe, as the gateway assumes."""
 
     def prefill_s(self, new: int, cached: int) -> float:
         """Seconds to compute `new` tokens after `cached` ones, with nothing else running."""
@@ -127,7 +129,8 @@ Happening = Started | FirstToken | Tokens | Finished | Stored | Removed | Cleare
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """Cumulative: tokens looked up and found in the prefix cache, requests, blocks evicted, prefill seconds spent."""
+    """Cumulative: tokens looked up and found in the prefix cache, requests, blocks evicted, prefill seconds spent, tokens
+    read from the tier below and the seconds that took."""
 
     queried_tokens: int
     hit_tokens: int
@@ -135,3 +138,5 @@ class EngineCounters:
     aborted: int
     evicted_blocks: int
     prefill_busy_s: float
+    loaded_tokens: int
+    load_s: float

@@ -15,6 +15,9 @@ from gateway.sim.host import EngineHost
 ADAPTER_SLOTS = 8
 """Adapters that an engine has on its GPU."""
 
+_TOKEN_BYTES = 131_072
+"""KV of one token of an 8B model in 16 bits: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
+
 _Row = tuple[str, str, str, float]
 """Name, type, labels and value of one series."""
 
@@ -61,6 +64,11 @@ def vllm_metrics(ranks: Iterable[EngineHost], *, model: str, unix_s: float) -> b
             running, waiting = (",".join(host.adapters(running=running)) for running in (True, False))
             lists = f'running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
             rows.append(("vllm:lora_requests_info", "gauge", f'{{max_lora="{ADAPTER_SLOTS}",{lists}}}', unix_s))
+        if engine.host_capacity:
+            rows += [
+                ("vllm:kv_offload_load_bytes_total", "counter", labels, counters.loaded_tokens * _TOKEN_BYTES),
+                ("vllm:kv_offload_load_time_total", "counter", labels, counters.load_s),
+            ]
     return _exposition(rows)
 
 

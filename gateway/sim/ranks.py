@@ -138,6 +138,8 @@ def _engine_fault(host: EngineHost, fault: Fault) -> None:
             host.evict(fault.medium, fault.count, silent=fault.silent)
         case FaultKind.SLOW:
             host.set_speed(host.settings.speed * fault.factor)
+        case FaultKind.LINK:
+            host.engine.set_link(fault.factor)
         case _:
             pass
 

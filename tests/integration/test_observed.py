@@ -111,10 +111,16 @@ async def fires(seen: Prometheus, alert: str) -> list[dict[str, str]]:
 
 
 @asynccontextmanager
-async def watched(tmp_path: Path, **kwargs: Any) -> AsyncIterator[tuple[Rig, Prometheus, Traffic]]:
+async def watched(
+    tmp_path: Path, *, engines_too: bool = False, **kwargs: Any
+) -> AsyncIterator[tuple[Rig, Prometheus, Traffic]]:
     async with (
         rig(2, **kwargs) as running,
-        prometheus(tmp_path, [running.ports.admin_url], rules=sooner(RULES, _SOONER)) as seen,
+        prometheus(
+            tmp_path,
+            [running.ports.admin_url, *(engine.url for engine in running.engines if engines_too)],
+            rules=sooner(RULES, _SOONER),
+        ) as seen,
         traffic(running) as made,
     ):
         yield running, seen, made
@@ -140,6 +146,29 @@ async def test_a_worker_that_loses_what_it_announced_is_told(tmp_path: Path) -> 
             assert (await fires(seen, "KvgateRouteMissRateHigh"))[0]["worker"] in ("w1", "w2")
         finally:
             task.cancel()
+
+
+async def test_slow_tiers_and_their_links_are_told(tmp_path: Path) -> None:
+    """GPU caches too small for the sessions: hits sink to the tier below, over a link that has become slow."""
+    engine = fast(host_tokens=262_144)
+    async with watched(tmp_path, engines_too=True, engine=engine) as (running, seen, _):
+        await calm(seen)
+        task = asyncio.create_task(_sink(running))
+        try:
+            for one in running.engines:
+                await running.http.post(f"{one.url}/sim/fault", json={"kind": "link", "factor": 1e-3})
+            assert (await fires(seen, "KvgateTransferBandwidthLow"))[0]["instance"]
+            assert (await fires(seen, "KvgateTtftWithSlowTierHits"))[0]["worker"] in ("w1", "w2")
+        finally:
+            task.cancel()
+
+
+async def _sink(running: Rig) -> None:
+    """Engines push what is idle out of their GPU caches, again and again."""
+    while True:
+        for one in running.engines:
+            await running.http.post(f"{one.url}/sim/fault", json={"kind": "evict"})
+        await asyncio.sleep(0.05)
 
 
 async def _forget(running: Rig) -> None:
