@@ -114,7 +114,8 @@ class InferenceRequest:
     a stream (`stream_options.include_usage`). `session` comes from the affinity header or body field.
     `stream_options` is the client's object, `body_bytes` the length of the body. `labels` are those of the workers it
     may go to, None for any. `adapters` are named in the body beside the model, as SGLang takes them (`lora_path`).
-    `engine_session`: the body itself names a session for the engine.
+    `engine_session`: the body itself names a session for the engine. `extra_key` is SGLang's own separation of cached
+    prompts, which other engines do not read.
     """
 
     endpoint: Endpoint
@@ -134,6 +135,7 @@ class InferenceRequest:
     labels: frozenset[str] | None = None
     adapters: tuple[str, ...] = ()
     engine_session: bool = False
+    extra_key: str | None = None
 
 
 # --------------------------------------------------------------------------- prefix blocks

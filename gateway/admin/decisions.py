@@ -116,6 +116,7 @@ def decision_routes(views: AdminViews) -> APIRouter:
                 block_size=pool.block_size,
                 adapter=pool.adapter,
                 bytes_a_token=pool.rates.bytes_a_token,
+                reads_extra_key=pool.reads_extra_key,
             )
             if work.pending:
                 await asyncio.to_thread(work.encode)

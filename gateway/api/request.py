@@ -108,8 +108,12 @@ def parse_request(
     sampling = _sampling(fields) if endpoint is Endpoint.GENERATE else fields
     choices = _whole(sampling, "n", 1)
     salt = _text(fields, "cache_salt")
+    extra_key = _extra_key(fields)
     if salted and tenant is not None and endpoint in _SALTED:
-        salt = _tenant_salt(tenant, salt, _extra_key(fields) if endpoint is Endpoint.GENERATE else None)
+        native = endpoint is Endpoint.GENERATE
+        salt = _tenant_salt(tenant, salt, extra_key if native else None)
+        if native:
+            extra_key = None  # `ask_for_salt` writes the salt in its place
     return InferenceRequest(
         endpoint=endpoint,
         request_id=request_id,
@@ -128,6 +132,7 @@ def parse_request(
         labels=labels,
         adapters=_adapters(fields.get("lora_path")),
         engine_session=fields.get("session_id") is not None,
+        extra_key=None if extra_key is None else _one_extra_key(endpoint, extra_key),
     )
 
 
@@ -311,6 +316,13 @@ def _extra_key(fields: Mapping[str, object]) -> object:
     if type(value) is list:
         return [key for key in value if type(key) is str]
     return value if type(value) is str else None
+
+
+def _one_extra_key(endpoint: Endpoint, value: object) -> str | None:
+    """As one text; none where the engine takes it for none: an empty one, except on its native path."""
+    if type(value) is not str:
+        return json.dumps(value)
+    return value if value or endpoint is Endpoint.GENERATE else None
 
 
 def _session(value: object) -> str | None:

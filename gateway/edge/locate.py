@@ -27,7 +27,11 @@ async def locate(
         estimate = body_bytes // _BYTES_A_TOKEN
         return PrefixBlocks((), estimate, pool.block_size, PrefixMode.NONE, "no_tokenizer"), None
     work = hasher.begin(
-        request, block_size=pool.block_size, adapter=_adapter(request, pool), bytes_a_token=pool.rates.bytes_a_token
+        request,
+        block_size=pool.block_size,
+        adapter=_adapter(request, pool),
+        bytes_a_token=pool.rates.bytes_a_token,
+        reads_extra_key=pool.reads_extra_key,
     )
     if work.pending:
         await asyncio.get_running_loop().run_in_executor(edge.executor, work.encode)

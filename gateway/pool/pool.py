@@ -12,7 +12,7 @@ from gateway.pool.health import RetryBudget, WorkerState
 from gateway.pool.rates import PoolRates
 from gateway.pool.shards import NOBODY, Shard, ShardSettings, assign
 from gateway.pool.worker import Worker
-from gateway.records import Role, WorkerId
+from gateway.records import EngineKind, Role, WorkerId
 
 DEFAULT_BLOCK_SIZE = 16
 """vLLM's, for a pool none of whose workers names one."""
@@ -32,7 +32,8 @@ class Pool:
 
     __slots__ = (
         "_shard_of", "adapter", "block_size", "everybody", "for_tenants", "model", "name", "not_ready", "panic",
-        "rates", "retries", "saturated", "sharding", "shards", "shortest", "spare", "spilled", "workers",
+        "rates", "reads_extra_key", "retries", "saturated", "sharding", "shards", "shortest", "spare", "spilled",
+        "workers",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +71,8 @@ class Pool:
         """Too many are ejected for the rest to do the work: ejected ones are used too."""
         self.for_tenants = False
         """Some of its workers are for certain tenants only."""
+        self.reads_extra_key = False
+        """Some of its workers keep prompts apart by the body's `extra_key`: all but vLLM."""
         self.shortest: int | None = None
         """Smallest context length among its workers, in tokens."""
 
@@ -93,6 +96,7 @@ class Pool:
         self.block_size = block_size
         self.shortest = min((w.facts.max_model_len for w in workers if w.facts.max_model_len is not None), default=None)
         self.for_tenants = any(worker.spec.tenants for worker in workers)
+        self.reads_extra_key = any(worker.facts.engine is not EngineKind.VLLM for worker in workers)
         count = self.sharding.count(len(workers))
         self._shard_of = assign([worker.id for worker in workers], count) if count > 1 else {}
         self.renew(panic_ratio)

@@ -8,10 +8,13 @@ Rules:
 1. Blocks of tokens are exact. Where the tokens cannot be known but the text says what is equal, blocks are of the text
    (`prefix.text`, `PrefixMode.APPROXIMATE`), with the reason in a word: `no_tokenizer`, `no_template`, `chat_template`
    (the client brought its own), `volatile` (the template asks for the date and there is no clock), `multimodal`, `text`
-   (lone surrogates). Else there are none (`PrefixMode.NONE`): `template` (it refuses these messages), `malformed`,
-   `too_large`, or the reason of a `NoPrompt`. Nothing raises for what a client sent.
+   (lone surrogates), `extra_key` (the engine keeps the prompt apart, and its events do not tell). Else there are none
+   (`PrefixMode.NONE`): `template` (it refuses these messages), `malformed`, `too_large`, or the reason of a `NoPrompt`.
+   Nothing raises for what a client sent.
 2. `encode()` reads the caches and changes none of them; all writes happen in `begin()` and `blocks()`.
-3. Keys depend on adapter and cache salt (`keys.namespace`) and on the tokens before them, on nothing else.
+3. Keys depend on adapter and cache salt (`keys.namespace`) and on the tokens before them, on nothing else. SGLang also
+   keeps prompts apart by `extra_key`, which is in none of its events and hashes: such a prompt has keys of text, which
+   depend on it and which no event can name. So it is never taken for what was announced without one.
 """
 
 from __future__ import annotations
@@ -67,8 +70,9 @@ _TOOL_CACHE_BYTES = 4 << 20
 _BYTES_PER_TOKEN = 4
 """For the estimate when the tokens are unknown."""
 
-_BY_TEXT = frozenset({"no_tokenizer", "no_template", "chat_template", "volatile", "multimodal", "text"})
-"""Why tokens are not known, where the text will do."""
+_APART = "extra_key"
+_BY_TEXT = frozenset({"no_tokenizer", "no_template", "chat_template", "volatile", "multimodal", "text", _APART})
+"""Why tokens are not known or of no use, where the text will do."""
 
 _RESERVED_KWARGS = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools"})
 
@@ -153,12 +157,15 @@ class PromptHasher:
         block_size: int,
         adapter: str | None = None,
         bytes_a_token: float = _BYTES_PER_TOKEN,
+        reads_extra_key: bool = False,
     ) -> PrefixWork:
         """Start a request's prefix work; `pending` of the result says whether `encode()` must run before `blocks()`.
 
-        `bytes_a_token` is what a token of this model stands for where the tokens are not known.
+        `bytes_a_token` is what a token of this model stands for where the tokens are not known. `reads_extra_key`: it
+        may go to an engine that keeps prompts apart by that field.
         """
-        return PrefixWork(self, request, block_size, adapter, bytes_a_token)
+        apart = request.extra_key if reads_extra_key else None
+        return PrefixWork(self, request, block_size, adapter, bytes_a_token, apart)
 
     def stats(self) -> PrefixStats:
         """Counters and sizes for telemetry."""
@@ -275,13 +282,16 @@ class PromptHasher:
 
 def tellable(blocks: PrefixBlocks) -> bool:
     """Blocks of one text, media none: an engine's token ids are all that its keys depend on."""
-    return blocks.mode is PrefixMode.APPROXIMATE and len(blocks.chains) == 1 and blocks.text_bytes > 0
+    text = blocks.mode is PrefixMode.APPROXIMATE and blocks.reason != _APART
+    return text and len(blocks.chains) == 1 and blocks.text_bytes > 0
 
 
 class PrefixWork:
     """The prefix blocks of one request in the making."""
 
-    __slots__ = ("_adapter", "_block_size", "_bytes_a_token", "_hasher", "_later", "_request", "_result", "_runs")
+    __slots__ = (
+        "_adapter", "_apart", "_block_size", "_bytes_a_token", "_hasher", "_later", "_request", "_result", "_runs",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -290,9 +300,11 @@ class PrefixWork:
         block_size: int,
         adapter: str | None,
         bytes_a_token: float,
+        apart: str | None,
     ) -> None:
         self._hasher = hasher
         self._adapter = adapter
+        self._apart = apart
         self._bytes_a_token = bytes_a_token
         self._request = request
         self._block_size = block_size
@@ -348,6 +360,9 @@ class PrefixWork:
         if len(token_lists) > MAX_PROMPTS:
             self._none("too_large")
             return
+        if self._apart is not None:
+            self._begin_apart(large=sum(map(len, token_lists)) > CHAIN_INLINE_TOKENS)
+            return
         seed = keys.namespace(adapter, self._request.cache_salt)
         if sum(map(len, token_lists)) > CHAIN_INLINE_TOKENS:
             self._later = partial(self._hash_tokens, token_lists, seed)
@@ -363,6 +378,8 @@ class PrefixWork:
         large = request.body_bytes > LOOK_UP_INLINE_BYTES or parts > LOOK_UP_INLINE_PARTS
         if too_many:
             self._none("too_large")
+        elif self._apart is not None:
+            self._begin_apart(large=large)
         elif hasher.tokenizer is None:
             if large:
                 self._later = partial(self._none, "no_tokenizer")
@@ -374,6 +391,13 @@ class PrefixWork:
                 self._later = partial(self._look_up, prompt, hasher.tokenizer, root, in_thread=True)
             else:
                 self._look_up(prompt, hasher.tokenizer, root, in_thread=False)
+
+    def _begin_apart(self, *, large: bool) -> None:
+        """The engine keeps this prompt apart from all whose tokens its events tell."""
+        if large:
+            self._later = partial(self._none, _APART)
+        else:
+            self._none(_APART)
 
     def _look_up(
         self, prompt: ChatPrompt | TextPrompt, tokenizer: PromptTokenizer, root: Node, *, in_thread: bool
@@ -408,12 +432,13 @@ class PrefixWork:
     def _none(self, reason: str) -> None:
         """The tokens are not known: blocks of the text where it will do."""
         request = self._request
-        if reason in _BY_TEXT and isinstance(request.prompt, ChatPrompt | TextPrompt):
+        if reason in _BY_TEXT and not isinstance(request.prompt, NoPrompt):
             try:
                 self._result = text_blocks(
                     request.prompt,
                     adapter=self._adapter,
                     salt=request.cache_salt,
+                    extra_key=self._apart,
                     bytes_a_token=self._bytes_a_token,
                     reason=reason,
                 )

@@ -22,7 +22,7 @@ from xxhash import xxh3_64_hexdigest
 
 from gateway import keys
 from gateway.prefix.messages import Unrenderable, plain_text, without_billing
-from gateway.records import BlockKey, Chain, ChatPrompt, PrefixBlocks, PrefixMode, TextPrompt
+from gateway.records import BlockKey, Chain, ChatPrompt, PrefixBlocks, PrefixMode, TextPrompt, TokenPrompt
 
 BLOCK_BYTES = 256
 """Some 64 tokens of English. Half of it is lost at the end of an overlap on average; half the size would cost twice the
@@ -32,6 +32,7 @@ MEDIA_BYTES = 2048
 """Length of an image in the text: 512 tokens or so, between a thumbnail's 256 and a page's thousands."""
 
 _SEED = b"text"
+_TOKENS = b"tokens"
 _MESSAGE = "\x1e"
 _CONTENT = "\x1f"
 _WORD = 4
@@ -39,12 +40,25 @@ _WORD = 4
 
 
 def text_blocks(
-    prompt: ChatPrompt | TextPrompt, *, adapter: str | None, salt: str | None, bytes_a_token: float, reason: str
+    prompt: ChatPrompt | TextPrompt | TokenPrompt,
+    *,
+    adapter: str | None,
+    salt: str | None,
+    bytes_a_token: float,
+    reason: str,
+    extra_key: str | None = None,
 ) -> PrefixBlocks:
-    """The blocks of a prompt's text; `reason` says why not of its tokens. Raises Unrenderable (`malformed`)."""
+    """The blocks of a prompt's text; `reason` says why not of its tokens. Raises Unrenderable (`malformed`).
+
+    Token ids that must not meet those of events are a text as well: their blocks are of as many bytes.
+    """
+    seed = keys.with_extra(keys.namespace(adapter, salt), _SEED)
+    if extra_key is not None:
+        seed = keys.with_extra(seed, extra_key.encode("utf-8", "surrogatepass"))
+    if isinstance(prompt, TokenPrompt):
+        return _of_tokens(prompt, keys.with_extra(seed, _TOKENS), reason)
     written = [_chat(prompt)] if isinstance(prompt, ChatPrompt) else [(text, False) for text in prompt.texts]
     texts = [text.encode("utf-8", "surrogatepass") for text, _ in written]
-    seed = keys.with_extra(keys.namespace(adapter, salt), _SEED)
     chains = tuple([Chain(_chain(seed, text), _tokens(text, bytes_a_token)) for text in texts])
     return PrefixBlocks(
         chains,
@@ -54,6 +68,13 @@ def text_blocks(
         reason,
         0 if any(media for _, media in written) else sum(map(len, texts)),
     )
+
+
+def _of_tokens(prompt: TokenPrompt, seed: BlockKey, reason: str) -> PrefixBlocks:
+    """Blocks of `BLOCK_BYTES // _WORD` tokens; nothing is learned from their number of bytes."""
+    size = BLOCK_BYTES // _WORD
+    chains = tuple([Chain(keys.chain(seed, ids, size), len(ids)) for ids in prompt.token_lists])
+    return PrefixBlocks(chains, sum([chain.tokens for chain in chains]), size, PrefixMode.APPROXIMATE, reason)
 
 
 def _chain(seed: BlockKey, text: bytes) -> list[BlockKey]:

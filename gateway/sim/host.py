@@ -64,7 +64,7 @@ class EngineHost:
         self._timer: asyncio.TimerHandle | None = None
         self._shown = Gauges()
         self._flushed_at = 0.0
-        # SGLang names pages by content; the engine's own names also tell adapters and salts apart, in every release.
+        # SGLang names pages by content; the engine's own names also tell adapters, salts and extra keys apart.
         self._names: dict[int, list[int]] = {}
         self._announced: dict[tuple[Tier, int], int] = {}
 
@@ -147,7 +147,8 @@ class EngineHost:
             # The last token of an answer is never computed, so it cannot fill a block.
             end = len(line.tokens) - 1 if settings.cache_answers else len(line.prompt)
             end = max(end, len(line.prompt))
-            names = block_names(line.tokens[:end], settings.block_size, adapter=ask.adapter, salt=ask.salt)
+            apart = ask.extra_key if self._sglang else None
+            names = block_names(line.tokens[:end], settings.block_size, adapter=ask.adapter, salt=ask.salt, apart=apart)
             full = len(line.prompt) // settings.block_size
             if self._sglang:
                 self._names[line.ticket] = sglang_names(

@@ -71,7 +71,7 @@ class Ask:
     """One request: prompts as token ids, length and shape of the answers, and what separates its cache.
 
     `finish` is the reason an answer ends with: `length` when the client set its length, else `stop`. `session` is the
-    one it belongs to, as SGLang's clients name it.
+    one it belongs to, as SGLang's clients name it; `extra_key` keeps its blocks apart there, and shows in no event.
     """
 
     chat: bool
@@ -84,6 +84,7 @@ class Ask:
     shape: Shape
     tool_call: ToolCall | None = None
     session: str | None = None
+    extra_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ def parse_chat(body: Body, rules: Rules, *, speech: Speech) -> Ask:
         adapter=adapter,
         salt=salt_of(body),
         session=session_of(body),
+        extra_key=extra_key_of(body),
         prompts=(tokens,),
         output_tokens=output,
         finish=finish,
@@ -147,6 +149,7 @@ def parse_completion(body: Body, rules: Rules, *, speech: Speech) -> Ask:
         adapter=adapter,
         salt=salt_of(body),
         session=session_of(body),
+        extra_key=extra_key_of(body),
         prompts=tuple(prompts),
         output_tokens=output,
         finish=finish,
@@ -309,6 +312,12 @@ def session_of(body: Body) -> str | None:
     """The session SGLang tells of in its events."""
     session = body.get("session_id")
     return session if isinstance(session, str) else None
+
+
+def extra_key_of(body: Body) -> str | None:
+    """What else separates the cache of SGLang; other engines do not look at it."""
+    key = body.get("extra_key")
+    return key if isinstance(key, str) else None
 
 
 def _tool_call(body: Body) -> ToolCall | None:

@@ -86,13 +86,19 @@ class Speech:
 
 
 def block_names(
-    tokens: Sequence[int], block_size: int, *, adapter: str | None = None, salt: str | None = None
+    tokens: Sequence[int],
+    block_size: int,
+    *,
+    adapter: str | None = None,
+    salt: str | None = None,
+    apart: str | None = None,
 ) -> list[int]:
     """Names of the full blocks of `tokens`: last 8 bytes of a SHA-256 chain, as unsigned integers.
 
-    Adapter and cache salt seed the chain, so requests that differ in them never share a block.
+    Adapter, cache salt and what else keeps it `apart` seed the chain, so requests that differ in them share no block.
     """
-    digest = hashlib.sha256(f"simulated engine\0{adapter or ''}\0{salt or ''}".encode()).digest()
+    seed = f"simulated engine\0{adapter or ''}\0{salt or ''}" + ("" if apart is None else f"\0{apart}")
+    digest = hashlib.sha256(seed.encode()).digest()
     raw = _bytes(tokens)
     width = 8 * block_size
     names: list[int] = []

@@ -10,11 +10,13 @@ from typing import Any
 from gateway.pool import WorkerState
 from gateway.records import Slot, WorkerId
 from gateway.sim.faults import Fault, FaultKind
-from gateway.sim.server import SimulatedWorker
+from gateway.sim.server import Dialect, EngineSettings, SimulatedWorker
 from tests.integration.rig import Rig, fast, rig, until
 from tests.integration.test_gateway import cached, chat, tokens
 
-NO_TOKENIZER: dict[str, Any] = {"models": [{"name": "demo"}]}
+# A template alone: with nothing at all the worker's own directory would be read.
+TEMPLATE = EngineSettings().tokenizer / "chat_template.jinja"
+NO_TOKENIZER: dict[str, Any] = {"models": [{"name": "demo", "chat_template": str(TEMPLATE)}]}
 WITH_TOKENIZER: dict[str, Any] = {}
 SYSTEM = "You are the assistant of a bicycle shop. Answer in one short sentence. " * 40
 
@@ -228,3 +230,29 @@ async def test_a_worker_whose_events_end_is_learned_from_then_on() -> None:
             assert (await cached(r, body, "/v1/completions"))[1:] == (624, 624)
         finally:
             await bare.stop()
+
+
+async def test_what_sglang_keeps_apart_is_never_predicted_from_its_events() -> None:
+    """Its events tell of the blocks of a prompt as if they had no `extra_key`, so nothing of one that has."""
+    async with rig(2, engine=fast(dialect=Dialect.SGLANG)) as r:
+        await cached(r, turns("one?"))
+        await until(partial(announcing, r))
+        _, predicted, delivered = await cached(r, turns("one?"))
+        assert predicted == delivered > 100
+        # The same tokens under a key: nothing is there, and nothing is claimed.
+        worker, predicted, delivered = await cached(r, turns("one?", extra_key="a"))
+        assert (predicted, delivered) == (0, 0)
+        assert await mode(r) == ("approximate", "extra_key")
+        again, predicted, delivered = await cached(r, turns("one?", "two?", extra_key="a"))
+        assert again == worker
+        assert 0.6 * delivered < predicted < 1.1 * delivered
+        assert (await cached(r, turns("one?", extra_key="b")))[1:] == (0, 0)
+
+
+async def test_vllm_does_not_read_what_keeps_prompts_apart() -> None:
+    async with rig(2) as r:
+        await cached(r, turns("one?"))
+        await until(partial(announcing, r))
+        _, predicted, delivered = await cached(r, turns("one?", extra_key="a"))
+        assert predicted == delivered > 100
+        assert await mode(r) == ("exact", None)

@@ -348,3 +348,18 @@ def test_long_prompts_are_no_bombs() -> None:
     assert isinstance(prompt_of(Endpoint.COMPLETIONS, prompt=list(range(1_000_000))), TokenPrompt)
     text = json.dumps([{"name": f"item {number}", "tags": ["a", "b"]} for number in range(60_000)])
     assert isinstance(prompt_of(Endpoint.COMPLETIONS, prompt=text), TextPrompt)
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.GENERATE], ids=str)
+def test_the_key_that_keeps_prompts_apart(endpoint: Endpoint) -> None:
+    def key(value: object, **more: object) -> str | None:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "text": "x"}
+        raw = json.dumps(body | {"extra_key": value}).encode()
+        return parse_request(endpoint, raw, request_id="r", **more).extra_key  # type: ignore[arg-type]
+
+    assert key("a") == "a"
+    assert key(None) is key(7) is None
+    assert key("") == ("" if endpoint is Endpoint.GENERATE else None), "where the engine takes it for none"
+    assert key(["a", "b"]) != key(["ab"]) is not None
+    # The tenant's salt is written into it on the native path, and separates there already.
+    assert key("a", tenant="t", salted=True) == (None if endpoint is Endpoint.GENERATE else "a")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from gateway.prefix import PromptHasher
-from gateway.prefix.hasher import LOOK_UP_INLINE_BYTES, LOOK_UP_INLINE_PARTS
+from gateway.prefix import PromptHasher, tellable
+from gateway.prefix.hasher import CHAIN_INLINE_TOKENS, LOOK_UP_INLINE_BYTES, LOOK_UP_INLINE_PARTS
 from gateway.prefix.text import BLOCK_BYTES, MEDIA_BYTES
-from gateway.records import BlockKey, PrefixBlocks, PrefixMode
+from gateway.records import BlockKey, PrefixBlocks, PrefixMode, TextPrompt, TokenPrompt
 from tests.unit.prefix.test_hasher import chat, completion, request_of
 
 SYSTEM = "You answer for the shop, in one sentence. " * 40
@@ -169,3 +170,44 @@ def test_large_texts_are_hashed_in_the_thread() -> None:
 def test_what_the_worker_will_refuse_has_no_keys(message: dict[str, object]) -> None:
     blocks = blocks_of(request_of(messages=[message]))
     assert (blocks.mode, blocks.reason, blocks.chains) == (PrefixMode.NONE, "malformed", ())
+
+
+# --------------------------------------------------------------------------- kept apart by the engine
+
+
+def apart(request: Any, *, reads: bool = True, hasher: PromptHasher | None = None) -> PrefixBlocks:
+    return (hasher or PromptHasher.load(None)).begin(request, block_size=SIZE, reads_extra_key=reads).blocks()
+
+
+@pytest.mark.parametrize("prompt", [SYSTEM, list(range(500))], ids=["text", "token ids"])
+def test_a_key_of_its_own_keeps_blocks_from_those_of_events(prompt: Any, hasher: PromptHasher) -> None:
+    plain = replace(
+        completion("x"), prompt=TokenPrompt((prompt,)) if isinstance(prompt, list) else TextPrompt((prompt,))
+    )
+    one, same, other = (apart(replace(plain, extra_key=key), hasher=hasher) for key in ("a", "a", "b"))
+    announced = apart(plain, hasher=hasher)
+    assert (announced.mode, announced.reason) == (PrefixMode.EXACT, None)
+    assert (one.mode, one.reason) == (PrefixMode.APPROXIMATE, "extra_key")
+    assert one == same
+    assert len(one.chains[0].keys) >= 4
+    names = [set(blocks.chains[0].keys) for blocks in (one, other, announced)]
+    assert len(set.union(*names)) == sum(map(len, names)), "none in common"
+    assert not tellable(one), "an engine's token ids would lead to what events announced"
+    # Where no engine reads it, nothing is lost.
+    assert apart(replace(plain, extra_key="a"), reads=False, hasher=hasher) == announced
+
+
+def test_token_ids_kept_apart_are_counted_exactly() -> None:
+    request = replace(completion("x"), prompt=TokenPrompt((list(range(500)), [1])), extra_key="a")
+    blocks = apart(request)
+    assert [(len(chain.keys), chain.tokens) for chain in blocks.chains] == [(7, 500), (0, 1)]
+    assert (blocks.tokens, blocks.block_size, blocks.text_bytes) == (501, 64, 0)
+
+
+def test_long_prompts_kept_apart_are_hashed_in_the_thread() -> None:
+    for prompt in (TokenPrompt((list(range(CHAIN_INLINE_TOKENS + 1)),)), TextPrompt(("x" * 2_000,) * 300)):
+        request = replace(completion("x"), prompt=prompt, extra_key="a")
+        work = PromptHasher.load(None).begin(request, block_size=SIZE, reads_extra_key=True)
+        assert work.pending
+        work.encode()
+        assert work.blocks().reason == "extra_key"
