@@ -28,7 +28,7 @@ from gateway.errors import FleetFull
 from gateway.pool.health import Evidence, Health, HealthSettings, evidence_of
 from gateway.pool.pool import DEFAULT_BLOCK_SIZE, Pool
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
-from gateway.pool.reservations import Reservation
+from gateway.pool.reservations import Reservation, Sent
 from gateway.pool.room import Room
 from gateway.pool.shards import ShardSettings
 from gateway.pool.trust import MISS_THRESHOLD, Trust
@@ -142,8 +142,8 @@ class Fleet:
             return
         worker.respec(spec)
         worker.refit(worker.facts, spec.block_size or worker.facts.block_size or DEFAULT_BLOCK_SIZE)
-        self._refit_pools()
         worker.tick(now)
+        self._refit_pools()
 
     def facts(self, worker_id: WorkerId, facts: WorkerFacts, now: float) -> None:
         """Probing found something new; unknown names are ignored."""
@@ -151,8 +151,8 @@ class Fleet:
         if worker is None:
             return
         worker.refit(facts, worker.spec.block_size or facts.block_size or DEFAULT_BLOCK_SIZE)
-        self._refit_pools()
         worker.tick(now)
+        self._refit_pools()
 
     def apply(self, settings: FleetSettings) -> None:
         """From now on these, for every worker; what is known of them stays."""
@@ -173,6 +173,11 @@ class Fleet:
         if worker is not None:
             with self._moving(worker):
                 worker.observe(sample, now)
+
+    def share(self, worker: Worker, others: Sent, now: float) -> None:
+        """What the other replicas have sent to a worker has changed."""
+        with self._moving(worker):
+            worker.share(others, now)
 
     def tick(self, now: float) -> None:
         """About twice a second: what depends on time alone is renewed."""

@@ -116,10 +116,11 @@ class Pool:
         full = [worker for worker, reason in reasons if reason == _FULL]
         busy = [worker for worker, reason in reasons if reason == _BUSY]
         self.everybody = Shard.of(fit if self.panic else free or full or busy)
-        self.spare = () if self.panic else tuple(worker for worker in (*full, *busy) if worker not in self.ready)
+        mask = self.mask
+        self.spare = () if self.panic else tuple(worker for worker in (*full, *busy) if not mask >> worker.slot & 1)
         self.saturated = bool(self.ready) and all(worker.full for worker in self.ready)
         self.not_ready = tuple(
-            (worker.id, reason) for worker, reason in reasons if reason is not None and worker not in self.ready
+            (worker.id, reason) for worker, reason in reasons if reason is not None and not mask >> worker.slot & 1
         )
         self.shards = self._slices()
 

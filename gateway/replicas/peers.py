@@ -184,7 +184,7 @@ class Peers:
             worker = self._worker(key, now)
             if worker is not None:
                 found = [peer.loads[key] for peer in self._peers.values() if key in peer.loads]
-                worker.share(_joined(found), now)
+                self._fleet.share(worker, _joined(found), now)
 
     # ---------------------------------------------------------------- placements
 

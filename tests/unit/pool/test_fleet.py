@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.errors import FleetFull
-from gateway.pool import Fleet, FleetSettings, Reservation, WorkerState
+from gateway.pool import Fleet, FleetSettings, Reservation, Sent, WorkerState
 from gateway.pool.fleet import MAX_WORKERS
 from gateway.records import EngineKind, LoadSample, Rank, Role, WorkerFacts, WorkerId, WorkerSpec
 
@@ -177,3 +177,31 @@ def test_slots_are_bounded() -> None:
         fleet.add(spec(f"w{number}"), facts(), 0.0)
     with pytest.raises(FleetFull, match="at most"):
         fleet.add(spec("one-too-many"), facts(), 0.0)
+
+
+def test_other_replicas_requests_take_a_workers_room_and_give_it_back() -> None:
+    fleet = Fleet(FleetSettings(max_inflight=2))
+    shared = fleet.add(spec("a"), facts(), 0.0)
+    fleet.add(spec("b"), facts(), 0.0)
+    pool = fleet.pools["m"]
+    fleet.share(shared, Sent(requests=2), 1.0)
+    assert ([w.id for w in pool.ready], pool.not_ready) == (["b"], (("a", "max_inflight"),))
+    fleet.share(shared, Sent(requests=1), 2.0)
+    assert [w.id for w in pool.ready] == ["a", "b"]
+
+
+@pytest.mark.parametrize("changed", ["respec", "facts"])
+def test_a_limit_that_ends_while_a_worker_is_configured_anew_frees_it(changed: str) -> None:
+    fleet = Fleet()
+    full = fleet.add(spec("a"), facts(), 0.0)
+    fleet.add(spec("b"), facts(), 0.0)
+    for poll_at in (0.0, 1.0):
+        fleet.load(full.id, LoadSample(running=8, waiting=2, kv_usage=0.95), poll_at)
+    assert [w.id for w in fleet.pools["m"].ready] == ["b"]
+    stale = 1.0 + 2 * fleet.settings.stale_s
+    if changed == "respec":
+        fleet.respec(spec("a"), stale)
+    else:
+        fleet.facts(full.id, facts(), stale)
+    assert not full.full
+    assert [w.id for w in fleet.pools["m"].ready] == ["a", "b"]
