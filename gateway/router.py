@@ -36,7 +36,6 @@ from gateway.pool import (
     Worker,
     WorkerState,
     admits,
-    eligible,
 )
 from gateway.records import (
     BlockKey,
@@ -299,18 +298,14 @@ class Router:
             settled_s=rates.settled_s,
         )
         unplaced = None if session is None or self._may_have(pool, home) else session
-        scales, adapters = self._scales, adapters_of(request, pool)
-        if not pool.shards:
-            shard, excluded = eligible(pool, pool.everybody, request, blocks, tried)
-            found = scales.weigh(pool, shard, ask, blocks, unplaced, now, adapters) if shard.workers else None
-        else:
-            found, excluded = scales.in_shards(pool, ask, request, blocks, unplaced, now, tried, adapters)
+        adapters = adapters_of(request, pool)
+        found, excluded = self._scales.best(pool, ask, request, blocks, unplaced, now, tried, adapters)
         if found is None:
             raise self._nobody(pool, request)
         at, rows, raw, view, workers = found.at, found.rows, found.raw, found.view, found.shard.workers
         worker = workers[at]
         overlaps, bit = found.overlaps, 1 << worker.slot
-        slow = overlaps.slow(worker.slot) if overlaps is not None and scales.slow_slots & bit else _NOTHING_SLOW
+        slow = overlaps.slow(worker.slot) if overlaps is not None and self._scales.slow_slots & bit else _NOTHING_SLOW
         decision = Decision(
             request_id=request.request_id,
             model=pool.name,

@@ -71,7 +71,7 @@ class Scales:
         self._index = index
         self._rng = rng
 
-    def in_shards(
+    def best(
         self,
         pool: Pool,
         ask: Ask,
@@ -80,20 +80,48 @@ class Scales:
         unplaced: str | None,
         now: float,
         tried: frozenset[WorkerId],
-        adapters: tuple[str, ...] = (),
+        adapters: tuple[str, ...],
+    ) -> tuple[Weighed | None, Excluded]:
+        """The best worker for a request with these adapters, None when there is nobody; and who was left out, why.
+        Workers that have all they should have are asked when nobody else may have it."""
+        if not pool.shards:
+            shard, excluded = eligible(pool, pool.everybody, request, blocks, tried)
+            found = self._weigh(pool, shard, ask, blocks, unplaced, now, adapters) if shard.workers else None
+        else:
+            found, excluded = self._in_shards(pool, ask, request, blocks, unplaced, now, tried, adapters)
+        not_ready = pool.not_ready
+        if found is None and pool.spare:
+            shard, _ = eligible(pool, Shard.of(pool.spare), request, blocks, tried)
+            if shard.workers:
+                found = self._weigh(pool, shard, ask, blocks, unplaced, now, adapters)
+                names = {worker.id for worker in shard.workers}
+                not_ready = tuple(entry for entry in not_ready if entry[0] not in names)
+        return found, not_ready + excluded if not_ready else excluded
+
+    def _in_shards(
+        self,
+        pool: Pool,
+        ask: Ask,
+        request: InferenceRequest,
+        blocks: PrefixBlocks,
+        unplaced: str | None,
+        now: float,
+        tried: frozenset[WorkerId],
+        adapters: tuple[str, ...],
     ) -> tuple[Weighed | None, Excluded]:
         """Home first; as long as the best so far costs more than the margin, the next shard is asked too, and kept
-        when it is better by more than the margin."""
+        when it is better by more than the margin. Also who was left out of the shards that were asked, and why."""
         margin_s = self.spill_margin_s
         best: Weighed | None = None
         excluded: Excluded = ()
         first: int | None = None
         for number in self._shards_of(pool, ask):
             first = number if first is None else first
-            shard, excluded = eligible(pool, pool.shards[number], request, blocks, tried)
+            shard, left_out = eligible(pool, pool.shards[number], request, blocks, tried)
+            excluded += left_out
             if not shard.workers:
                 continue
-            found = self.weigh(pool, shard, ask, blocks, unplaced, now, adapters)
+            found = self._weigh(pool, shard, ask, blocks, unplaced, now, adapters)
             found.number, found.first = number, first
             if best is not None and found.cost + margin_s >= best.cost:
                 break
@@ -110,7 +138,7 @@ class Scales:
         at = pool.shard_of(ask.home) if ask.home is not None else None
         return numbers if at is None else [at, *(number for number in numbers if number != at)]
 
-    def weigh(
+    def _weigh(
         self,
         pool: Pool,
         shard: Shard,
@@ -118,7 +146,7 @@ class Scales:
         blocks: PrefixBlocks,
         unplaced: str | None,
         now: float,
-        adapters: tuple[str, ...] = (),
+        adapters: tuple[str, ...],
     ) -> Weighed:
         """The best of these workers for a request with these adapters."""
         workers, slots, mask = shard

@@ -6,7 +6,8 @@
 3. SGLang's own path goes to workers that have it.
 4. A prompt too long for some workers goes to the others.
 
-Where rule 3 or 4 would leave nobody, all are left: then the client gets the engine's own words. Rule 1 never gives way.
+Where rule 3 or 4 would leave nobody in the pool, all are left: then the client gets the engine's own words. Rules 1 and
+2 never give way.
 """
 
 from __future__ import annotations
@@ -25,33 +26,30 @@ def eligible(
     pool: Pool, shard: Shard, request: InferenceRequest, blocks: PrefixBlocks, tried: frozenset[WorkerId]
 ) -> tuple[Shard, Excluded]:
     """The workers of `shard` (or of the whole pool) that are left, and why the others are not: `tenant`, `tried`,
-    `engine`, `context_length`, or why they are not ready. The shard itself is returned when all its workers are left.
+    `engine` or `context_length`. The shard itself is returned when all its workers are left.
     """
     workers: Sequence[Worker] = shard.workers
-    excluded = pool.not_ready
-    guarded = pool.for_tenants or request.labels is not None
-    if guarded:
-        workers, excluded = _admitting(workers, excluded, request)
-        if not workers:  # all of theirs have what they should have
-            workers = _admitting(pool.spare, (), request)[0]
+    excluded: Excluded = ()
+    if pool.for_tenants or request.labels is not None:
+        workers, excluded = _kept(workers, excluded, "tenant", lambda worker: admits(worker, request))
     if tried:
-        excluded += tuple((worker.id, "tried") for worker in workers if worker.id in tried)
-        workers = [worker for worker in workers if worker.id not in tried]
-        if not workers:
-            spare = [worker for worker in pool.spare if worker.id not in tried]
-            workers = _admitting(spare, (), request)[0] if guarded else spare
+        workers, excluded = _kept(workers, excluded, "tried", lambda worker: worker.id not in tried)
+    for reason, rule in _soft(pool, request, blocks):
+        if any(rule(w) and w.id not in tried and admits(w, request) for w in pool.ready):
+            workers, excluded = _kept(workers, excluded, reason, rule)
+    return shard if workers is shard.workers else Shard.of(workers), excluded
+
+
+def _soft(pool: Pool, request: InferenceRequest, blocks: PrefixBlocks) -> list[tuple[str, Callable[[Worker], bool]]]:
+    """Rules 3 and 4, as far as they say anything about this request."""
+    rules: list[tuple[str, Callable[[Worker], bool]]] = []
     if request.endpoint is Endpoint.GENERATE:
-        workers, excluded = _kept(workers, excluded, "engine", lambda w: w.facts.engine is not EngineKind.VLLM)
+        rules.append(("engine", lambda worker: worker.facts.engine is not EngineKind.VLLM))
     if pool.shortest is not None and blocks.chains:
         longest = max(chain.tokens for chain in blocks.chains)
         if longest > pool.shortest:
-            workers, excluded = _kept(
-                workers,
-                excluded,
-                "context_length",
-                lambda w: w.facts.max_model_len is None or longest <= w.facts.max_model_len,
-            )
-    return shard if workers is shard.workers else Shard.of(workers), excluded
+            rules.append(("context_length", lambda worker: longest <= (worker.facts.max_model_len or longest)))
+    return rules
 
 
 def admits(worker: Worker, request: InferenceRequest) -> bool:
@@ -62,19 +60,10 @@ def admits(worker: Worker, request: InferenceRequest) -> bool:
     return request.labels is None or spec.pool in request.labels
 
 
-def _admitting(
-    workers: Sequence[Worker], excluded: Excluded, request: InferenceRequest
-) -> tuple[Sequence[Worker], Excluded]:
-    kept = [worker for worker in workers if admits(worker, request)]
-    if len(kept) == len(workers):
-        return workers, excluded
-    return kept, excluded + tuple((worker.id, "tenant") for worker in workers if not admits(worker, request))
-
-
 def _kept(
     workers: Sequence[Worker], excluded: Excluded, reason: str, rule: Callable[[Worker], bool]
 ) -> tuple[Sequence[Worker], Excluded]:
     kept = [worker for worker in workers if rule(worker)]
-    if not kept or len(kept) == len(workers):
+    if len(kept) == len(workers):
         return workers, excluded
     return kept, excluded + tuple((worker.id, reason) for worker in workers if not rule(worker))

@@ -64,7 +64,7 @@ class Pool:
         self.not_ready: tuple[tuple[WorkerId, str], ...] = ()
         """The others, with the reason."""
         self.spare: tuple[Worker, ...] = ()
-        """Workers that have all they may have: only for a request that failed on the others."""
+        """Workers that have all they may have: only for a request that nobody else may have."""
         self.saturated = False
         """Every worker has as many requests as it should have."""
         self.panic = False
@@ -115,7 +115,9 @@ class Pool:
         free = [worker for worker, reason in reasons if reason is None]
         full = [worker for worker, reason in reasons if reason == _FULL]
         busy = [worker for worker, reason in reasons if reason == _BUSY]
-        self.everybody = Shard.of(fit if self.panic else free or full or busy)
+        ready = tuple(fit if self.panic else free or full or busy)
+        if ready != self.ready:  # else the same tuple: whoever compares with it need not look again
+            self.everybody = Shard.of(ready)
         mask = self.mask
         self.spare = () if self.panic else tuple(worker for worker in (*full, *busy) if not mask >> worker.slot & 1)
         self.saturated = bool(self.ready) and all(worker.full for worker in self.ready)

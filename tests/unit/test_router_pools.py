@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,7 +13,7 @@ from gateway.kv import KvIndex
 from gateway.kv.events import Stored
 from gateway.leases import Lease
 from gateway.policy import make_policy
-from gateway.pool import Fleet, FleetSettings, ShardSettings, WorkerState, order
+from gateway.pool import Fleet, FleetSettings, Reservation, ShardSettings, WorkerState, order
 from gateway.records import (
     Chain,
     Ending,
@@ -182,6 +183,52 @@ def test_an_empty_home_shard_hands_on() -> None:
     decision = bench.route(tokens, 1.0).decision
     assert decision.home_shard == home
     assert decision.shard not in (home, None)
+
+
+def test_a_failed_home_shard_hands_on_to_a_free_worker_not_to_one_that_has_what_it_should_have() -> None:
+    bench, rng = sharded(), Random(6)
+    bench.fleet.apply(replace(bench.fleet.settings, max_inflight=1))
+    tokens = words(rng, 400)
+    pool = bench.fleet.pools["m"]
+    home = home_of(bench, tokens)
+    away = [worker for worker in pool.workers if pool.shard_of(worker.id) != home]
+    for worker in away[2:]:
+        bench.fleet.reserve(worker, Reservation(100, 0, 0, 1.0, True, sent_at=0.0), 0.0)
+    failed = frozenset(worker.id for worker in pool.shards[home].workers)
+    decision = bench.route(tokens, 1.0, excluded=failed).decision
+    assert decision.worker in {worker.id for worker in away[:2]}
+    assert dict(decision.excluded) == dict.fromkeys(failed, "tried") | {w.id: "max_inflight" for w in away[2:]}
+
+
+def test_workers_that_have_what_they_should_have_are_candidates_when_nobody_else_is_left() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.join(name)
+    bench.fleet.apply(replace(bench.fleet.settings, max_inflight=1))
+    bench.fleet.reserve(bench.fleet.workers[WorkerId("a")], Reservation(100, 0, 0, 1.0, True, sent_at=0.0), 0.0)
+    decision = bench.route(words(Random(1), 40), excluded=frozenset({WorkerId("b")})).decision
+    assert (decision.worker, decision.excluded) == ("a", (("b", "tried"),))
+
+
+def test_a_long_prompt_leaves_a_home_shard_whose_workers_are_all_too_short() -> None:
+    bench, rng = sharded(), Random(7)
+    tokens = words(rng, 400)
+    home = home_of(bench, tokens)
+    pool = bench.fleet.pools["m"]
+    for worker in pool.shards[home].workers:
+        bench.fleet.facts(worker.id, replace(worker.facts, max_model_len=200), 0.0)
+    decision = bench.route(tokens).decision
+    assert decision.shard not in (home, None)
+    assert set(dict(decision.excluded).values()) == {"context_length"}
+
+
+def test_a_session_whose_worker_failed_is_said_to_have_moved_for_that_also_when_other_shards_were_asked() -> None:
+    bench, rng = sharded(spill_margin_s=0.001), Random(8)
+    tokens = words(rng, 4000)
+    failed = bench.fleet.pools["m"].shards[home_of(bench, tokens)].workers[0].id
+    bench.router.sessions.keep("chat", failed, 0.0)
+    decision = bench.route(tokens, session="chat", excluded=frozenset({failed})).decision
+    assert decision.affinity == "moved_failed"
 
 
 # --------------------------------------------------------------------------- sessions that must move

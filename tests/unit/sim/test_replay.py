@@ -151,5 +151,5 @@ def test_a_slow_worker_is_found_out() -> None:
     )  # fmt: skip
     report = run.run()
     slowdowns = [worker.slowdown for worker in run.fleet.workers.values()]
-    assert report.shares[0] < 0.1
+    assert report.shares[0] < 0.15  # of four equal ones it would have a quarter
     assert slowdowns[0] > 2.0 * max(slowdowns[1:])
