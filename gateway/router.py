@@ -55,8 +55,6 @@ _NO_ANSWER = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, En
 
 _NOTHING_SLOW: Mapping[Tier, int] = MappingProxyType({})
 
-_SLOW_TIERS = (Tier.CPU, Tier.DISK, Tier.REMOTE)
-
 _MOVED = {
     "tried": "moved_failed",
     WorkerState.EJECTED.value: "moved_ejected",
@@ -262,13 +260,6 @@ class Router:
         self._index.expire(now)
         self.sessions.expire(now)
         self.fleet.tick(now)
-        # Asking each overlap for its slow part costs as much as scoring: only done once a slower tier holds anything.
-        resident = self._index.resident
-        self._scales.slow_slots = sum(
-            1 << worker.slot
-            for worker in self.fleet.workers.values()
-            if any(resident(worker.slot, tier) for tier in _SLOW_TIERS)
-        )
 
     def consider(
         self,
@@ -305,7 +296,7 @@ class Router:
         at, rows, raw, view, workers = found.at, found.rows, found.raw, found.view, found.shard.workers
         worker = workers[at]
         overlaps, bit = found.overlaps, 1 << worker.slot
-        slow = overlaps.slow(worker.slot) if overlaps is not None and self._scales.slow_slots & bit else _NOTHING_SLOW
+        slow = overlaps.slow(worker.slot) if overlaps is not None and self._index.slow_slots & bit else _NOTHING_SLOW
         decision = Decision(
             request_id=request.request_id,
             model=pool.name,

@@ -57,16 +57,15 @@ class Weighed:
 
 
 class Scales:
-    """The router's. `slow_slots` are the slots of workers that hold blocks in a slower tier, as bits."""
+    """The router's."""
 
-    __slots__ = ("_index", "_rng", "policy", "slow_reads", "slow_slots", "spill_margin_s")
+    __slots__ = ("_index", "_rng", "policy", "slow_reads", "spill_margin_s")
 
     def __init__(
         self, index: KvIndex, policy: Policy, *, rng: Random, slow_reads: SlowReads, spill_margin_s: float
     ) -> None:
         self.policy = policy
         self.slow_reads = slow_reads
-        self.slow_slots = 0
         self.spill_margin_s = spill_margin_s
         self._index = index
         self._rng = rng
@@ -181,7 +180,8 @@ class Scales:
             for worker, blocks in zip(workers, self._index.gpu_blocks(slots), strict=True)
         ]
         read_s: list[float] | None = None
-        if overlaps is not None and self.slow_slots & mask:
+        # Asking each overlap for its slow part costs as much as scoring: only where a slower tier holds anything.
+        if overlaps is not None and self._index.slow_slots & mask:
             for position, worker in enumerate(workers):
                 slow = overlaps.slow(worker.slot)
                 if slow:

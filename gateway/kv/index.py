@@ -472,6 +472,11 @@ class KvIndex:
         worker = self._workers.get(slot)
         return 0 if worker is None else worker.blocks[TIER_INDEX[tier]]
 
+    @property
+    def slow_slots(self) -> int:
+        """The workers that hold anything in a slower tier, as bits of their slots."""
+        return self._placement.slow_slots
+
     def gpu_blocks(self, slots: Sequence[Slot]) -> list[int]:
         """Blocks on GPU, announced or learned, for many workers at once, in their order."""
         workers = self._workers
