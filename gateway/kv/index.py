@@ -146,7 +146,7 @@ class KvIndex:
         elif self._spans:
             self._spans.pop(slot, None)
         if worker.window:
-            self._reaches[slot] = max(1, ceil((worker.window - 1) / (worker.block_size * max(1, worker.span))))
+            self._fit_windows(worker)
         if tally.ignored:
             worker.ignored.update(tally.ignored)
         worker.clears += tally.clears
@@ -281,7 +281,17 @@ class KvIndex:
                 self._placement.purge(worker, table)
             if self._workers.get(slot) is worker:
                 self._weigh(worker)
+                self._fit_windows(worker)
             self._show(worker)
+
+    def _fit_windows(self, worker: WorkerTable) -> None:
+        """How far its windows reach back, as long as some rank of it has any."""
+        if all(table.windows is None for table in worker.ranks.values()):
+            worker.window = 0
+            self._reaches.pop(worker.slot, None)
+        else:
+            blocks = ceil((worker.window - 1) / (worker.block_size * max(1, worker.span)))
+            self._reaches[worker.slot] = max(1, blocks)
 
     def _hide(self, worker: WorkerTable) -> None:
         """The worker holds nothing for `overlap` until `_show` has been called as often."""

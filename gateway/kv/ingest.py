@@ -461,6 +461,9 @@ class Placement:
             return
         if table.windows is None:
             table.windows = WindowBlocks()
+        if table.windows.full and not table.windows.knows(event.group):
+            tally.ignore("cache_group", len(event.hashes))
+            return
         worker.window = max(worker.window, event.window)
         self.windows.store(table.windows, event.group, event.hashes, table.held[0], worker.bit)
 

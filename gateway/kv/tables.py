@@ -218,15 +218,14 @@ class RankTable:
         return True
 
     def clear(self) -> None:
-        """Forget every block; what is known about cache groups stays."""
+        """Forget every block; which cache groups tell of reusable prefixes stays known."""
         for tier in range(len(TIERS)):
             self.held[tier] = {}
             self.copies[tier] = {}
             self.heads[tier] = {}
             self.lifetimes[tier] = Lifetimes()
         self.chunks.clear()
-        if self.windows is not None:
-            self.windows.clear()
+        self.windows = None  # another process may have none
         self.orphans = OrderedDict()
         self.placeholders = 0
         self.let_go = 0

@@ -11,7 +11,8 @@ Rules:
    order; which ones, the hashes tell.
 2. A worker's bit in `WindowMasks.masks` stands at a key while its GPU mask has the bit too, and every window group of
    the rank holds the block.
-3. At most `MAX_WINDOW_BLOCKS` a group and rank are kept, the oldest go first.
+3. At most `MAX_WINDOW_BLOCKS` a group and rank are kept, the oldest go first, and at most `MAX_GROUPS` groups. A rank
+   that forgets its blocks forgets its groups too: they are told again, unless the engine has none any more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Final, NamedTuple
 from gateway.records import BlockKey, EngineHash, Slot
 
 MAX_WINDOW_BLOCKS: Final = 262_144
+
+MAX_GROUPS: Final = 64
+"""Of a rank; engines have a handful."""
 
 _ENTRY_BYTES: Final = 140
 """Place in a dictionary and the hash itself."""
@@ -47,6 +51,11 @@ class WindowBlocks:
         """Whether this group is one of them."""
         return group in self._groups
 
+    @property
+    def full(self) -> bool:
+        """No more groups are taken."""
+        return len(self._groups) >= MAX_GROUPS
+
     def store(self, group: int | None, engine_hash: EngineHash) -> EngineHash | None:
         """A group holds one copy more. Returns the block that had to go for it, if one had."""
         held = self._groups.setdefault(group, {})
@@ -70,11 +79,6 @@ class WindowBlocks:
     def whole(self, engine_hash: EngineHash) -> bool:
         """Whether every group holds it."""
         return all(engine_hash in held for held in self._groups.values())
-
-    def clear(self) -> None:
-        """None holds anything; which groups there are stays known."""
-        for held in self._groups.values():
-            held.clear()
 
 
 class WindowMasks:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway import keys
 from gateway.kv import KvIndex
 from gateway.kv.events import Cleared, Removed, Stored
-from gateway.kv.windows import MAX_WINDOW_BLOCKS, WindowBlocks
+from gateway.kv.windows import MAX_GROUPS, MAX_WINDOW_BLOCKS, WindowBlocks
 from gateway.records import Chain, EngineHash, PrefixBlocks, Slot, Tier
 
 SIZE = 32
@@ -133,9 +133,28 @@ def test_nothing_is_left_of_a_worker_that_forgets(end: str) -> None:
     else:
         index.release(A)
         index.bind(A, block_size=SIZE)
-    index.apply(A, 0, [full(0, 2)])
-    assert held(index, 3) == (3 if end == "release" else 0)
+    index.apply(A, 0, [window(0), full(0, 2)])
+    assert held(index, 3) == 1
     assert index.resident(A, Tier.GPU) == 3
+
+
+@pytest.mark.parametrize("end", ["purged", "cleared"])
+def test_an_engine_that_comes_back_without_windows_goes_on_from_what_it_holds(end: str) -> None:
+    index = made()
+    index.apply(A, 0, [window(1, 2), full(0, 2)])
+    if end == "purged":
+        index.purge(A)
+    else:
+        index.apply(A, 0, [Cleared()])
+    index.apply(A, 0, [full(0, 2)])
+    assert held(index, 3) == 3
+
+
+def test_window_groups_are_bounded() -> None:
+    index = made()
+    for group in range(2, 2 + 3 * MAX_GROUPS):
+        ignored = index.apply(A, 0, [window(1, 2, group=group)]).ignored
+        assert ignored == ({} if group < 2 + MAX_GROUPS else {"cache_group": 2})
 
 
 def test_window_blocks_are_bounded() -> None:
