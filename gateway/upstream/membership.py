@@ -120,8 +120,9 @@ class Membership:
         try:
             await self._join(member, await self._probe(member, asked_for=True))
         except BaseException:
-            if self._members.get(spec.name) is member:
+            if self._members.get(spec.name) is member and not member.leaving:  # else all goes with who takes it out
                 del self._members[spec.name]
+                self._give_up(member, list(member.seats.values()))
             raise
         self._tasks.start(f"worker {spec.name}", lambda: self._follow(spec.name))
 
@@ -338,6 +339,8 @@ class Membership:
         self._take_seats(member, facts)
         member.facts = facts
         await self._fit_block_sizes()
+        if member.leaving:
+            raise ProbeFailed(f"worker {spec.name} was removed while it joined")
         for seat in member.seats.values():
             self._start_feeds(seat, rank_facts(seat.spec, facts).events)
         if member.poller is not None:  # it had joined before, and lost its seats to a full fleet
@@ -469,23 +472,28 @@ class Membership:
             for seat in member.seats.values():
                 if not seat.block_size:
                     self._bind(member, seat)
-                elif seat.block_size != self._fleet.key_block_size(self._fleet.workers[seat.spec.name]):
+                elif self._wrong_size(member, seat):
                     changed.append((member, seat))
         for member, seat in changed:
             async with self._turns:
-                await _in_steps(self._index.purging(seat.slot, most=_FORGOTTEN_AT_ONCE))
-                await _in_steps(self._index.forgetting(seat.slot, most=_FORGOTTEN_AT_ONCE))
+                for clear in (self._index.purging, self._index.forgetting):
+                    if self._wrong_size(member, seat):
+                        await _in_steps(clear(seat.slot, most=_FORGOTTEN_AT_ONCE))
                 self._bind(member, seat)
+
+    def _wrong_size(self, member: Member, seat: Seat) -> bool:
+        """Whether a worker is still to be bound; it may have left meanwhile, and its slot may be another's."""
+        return member.seats.get(seat.spec.name) is seat and seat.block_size != self._key_block_size(seat)
+
+    def _key_block_size(self, seat: Seat) -> int:
+        return self._fleet.key_block_size(self._fleet.workers[seat.spec.name])
 
     def _bind(self, member: Member, seat: Seat) -> None:
         """Bind one worker, unless that is done or it has left meanwhile."""
-        if member.seats.get(seat.spec.name) is not seat:
-            return
-        worker = self._fleet.workers[seat.spec.name]
-        size = self._fleet.key_block_size(worker)
-        if size != seat.block_size:
-            self._index.bind(seat.slot, block_size=size, engine=worker.facts.engine)
-            seat.block_size = size
+        if self._wrong_size(member, seat):
+            worker = self._fleet.workers[seat.spec.name]
+            seat.block_size = self._key_block_size(seat)
+            self._index.bind(seat.slot, block_size=seat.block_size, engine=worker.facts.engine)
             for feed in seat.feeds.values():
                 feed.resync()
 

@@ -23,7 +23,7 @@ from gateway.records import EngineHash, RankChoice, Role, Tier, TrustState, Work
 from gateway.upstream.control import ControlClient, ProbeFailed
 from gateway.upstream.membership import Membership, MembershipSettings
 
-W1, W2 = WorkerId("w1"), WorkerId("w2")
+W1, W2, W3, W4 = (WorkerId(f"w{number}") for number in (1, 2, 3, 4))
 
 
 class Tasks:
@@ -147,6 +147,68 @@ async def test_blocks_in_another_size_go_in_steps_when_a_newcomer_changes_the_si
     told = [EngineHash(1)]
     assert stand.index.apply(slot, 0, [Stored(told, None, list(range(32)), 32)]).stored == {Tier.GPU: 1}
     assert stand.index.resident(slot, Tier.GPU) == 2, "in keys of 16 tokens"
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """One turn of the loop after the other, so that what follows happens in the middle of something."""
+    async with asyncio.timeout(20):
+        while not reached():  # noqa: ASYNC110  no event tells of it
+            await asyncio.sleep(0)
+
+
+async def filled(stand: Stand, name: WorkerId) -> None:
+    """A worker of large blocks that holds so many that taking them out has several steps."""
+    await stand.membership.add(replace(spec(name), block_size=32))
+    blocks = [EngineHash(number + 1) for number in range(3000)]
+    stand.index.apply(stand.fleet.workers[name].slot, 0, [Stored(blocks, None, list(range(3000 * 32)), 32)])
+
+
+async def test_a_worker_taken_out_while_others_are_fitted_to_it_leaves_no_tasks(stand: Stand) -> None:
+    await filled(stand, W1)
+    joining = asyncio.create_task(stand.membership.add(replace(spec(W2), block_size=16)))
+    await until(lambda: W2 in stand.fleet.workers)
+    await stand.membership.leave(W2)
+    with pytest.raises(ProbeFailed, match="removed while it joined"):
+        await joining
+    assert set(stand.membership.members) == set(stand.fleet.workers) == {W1}
+    assert stand.tasks.names == {f"worker {W1}", f"load {W1}"}
+
+
+async def test_an_interrupted_joining_leaves_nothing_behind(stand: Stand) -> None:
+    await filled(stand, W1)
+    joining = asyncio.create_task(stand.membership.add(replace(spec(W2), block_size=16)))
+    await until(lambda: W2 in stand.fleet.workers)
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert set(stand.membership.members) == set(stand.fleet.workers) == {W1}
+
+
+async def test_what_was_learned_in_the_new_size_stays_when_two_change_it_at_once(stand: Stand) -> None:
+    await filled(stand, W1)
+    slot = stand.fleet.workers[W1].slot
+    fitted = asyncio.gather(
+        stand.membership.add(replace(spec(W2), block_size=16)), stand.membership.add(replace(spec(W3), block_size=16))
+    )
+    await until(lambda: stand.membership.members[W1].seats[W1].block_size == 16)
+    stand.index.apply(slot, 0, [Stored([EngineHash(1)], None, list(range(32)), 32)])
+    await fitted
+    assert stand.index.resident(slot, Tier.GPU) == 2
+
+
+async def test_a_newcomer_in_the_slot_of_one_who_was_to_be_fitted_keeps_what_it_holds(stand: Stand) -> None:
+    await filled(stand, W1)
+    await filled(stand, W3)
+    slot = stand.fleet.workers[W3].slot
+    fitted = asyncio.create_task(stand.membership.add(replace(spec(W2), block_size=16)))
+    await until(lambda: W2 in stand.fleet.workers)
+    leaving = asyncio.create_task(stand.membership.leave(W3))
+    joining = asyncio.create_task(stand.membership.add(replace(spec(W4), block_size=16)))
+    await until(lambda: W4 in stand.fleet.workers)
+    assert stand.fleet.workers[W4].slot == slot
+    stand.index.apply(slot, 0, [Stored([EngineHash(1)], None, list(range(16)), 16)])
+    await asyncio.gather(fitted, leaving, joining)
+    assert stand.index.resident(slot, Tier.GPU) == 1
 
 
 async def test_leaving_twice_at_once_is_leaving_once(stand: Stand) -> None:
@@ -291,8 +353,8 @@ async def test_a_process_that_is_known_to_be_the_same_is_asked_for_its_models_on
     await stand.membership.add(WorkerSpec(W1, "https://w1:8000"))
     poller = stand.membership.members[W1].poller
     assert poller is not None
-    asked = await probes(stand, 12, before_each=poller.poll)
-    assert asked["/v1/models"] >= 12
+    asked = await probes(stand, 13, before_each=poller.poll)
+    assert asked["/v1/models"] >= 13
     assert 2 <= asked["/version"] <= 3
 
     stand.models.append({"id": "lora", "parent": "m"})
