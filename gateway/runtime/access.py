@@ -63,12 +63,15 @@ def key_table(settings: AuthSettings) -> KeyTable:
     """All keys; of two entries for one key the file's counts. Raises ConfigError, also for a key that a file has
     twice."""
     path = settings.keys_file
-    from_file = read_keys(path) if path is not None else ()
+    try:
+        from_file = read_keys(path) if path is not None else ()
+    except ConfigError as error:
+        raise ConfigError([f"auth.keys_file: {problem}" for problem in error.problems]) from error
     access = {entry.digest: _access(entry) for entry in settings.keys}
     seen = set()
     for number, entry in enumerate(from_file):
         if entry.digest in seen:
-            raise ConfigError([f"{path}: keys.{number}.hash: this key stands above already"])
+            raise ConfigError([f"auth.keys_file: {path}: keys.{number}.hash: this key stands above already"])
         seen.add(entry.digest)
         access[entry.digest] = _access(entry)
     return access

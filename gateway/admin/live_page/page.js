@@ -128,7 +128,7 @@ function drawFunnel() {
     { name: "predicted", share: growth((c) => c.predicted_tokens) / prompt },
     { name: "delivered", share: growth((c) => c.delivered_tokens) / growth((c) => c.reported_prompt_tokens) },
   ] : [];
-  bars("funnel", rows, "No request has ended yet.");
+  bars("funnel", rows, "No request has ended while this page was open.");
   const predictions = growth((c) => c.route_predictions);
   const causes = Object.keys(samples.at(-1).counters.misses).map((cause) => ({ name: cause, share: growth((c) => c.misses[cause]) / predictions }));
   bars("misses", causes.filter(({ share }) => share > 0).sort((a, b) => b.share - a.share), "None.");

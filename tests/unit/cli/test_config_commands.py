@@ -51,7 +51,7 @@ def test_every_mistake_is_one_line_with_the_path_of_its_key(tmp_path: Path) -> N
     ("text", "path"),
     [
         ("models: [{name: llama, tokenizer: /nowhere}]", "models.llama: /nowhere"),
-        ("auth: {keys_file: /nowhere.yaml}", "/nowhere.yaml: cannot be read"),
+        ("auth: {keys_file: /nowhere.yaml}", "auth.keys_file: /nowhere.yaml: cannot be read"),
         ("server: {tls: {cert: /nowhere.pem}}", "server.tls.cert, server.tls.key: "),
         ("worker_tls: {ca: /nowhere.pem}", "worker_tls.ca: "),
     ],
