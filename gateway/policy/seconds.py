@@ -8,7 +8,7 @@ For a request of n tokens and a worker with usable overlap h (`docs/concepts/sco
     evict = seconds to recompute what the request would push out, times the worth left in it
     kv    = KV occupancy after placing, 0..1
     repeat = half the seconds of what others compute at this moment, for each of them
-    idle  = what requests have waited since this worker had nothing to do
+    idle  = what requests have waited since this worker had nothing to do, over its slowdown
     adapter = seconds to load the request's adapters that are not there
     cost  = wait + (1 + lambda) * own + delta * running + mu * evict + kappa * kv + repeat + adapter - affinity - idle
 
@@ -53,7 +53,8 @@ class Prices:
     """What other workers compute at this moment is worth waiting for: computing it too costs so much more for each."""
     idle: float = 1.0
     """Share of what requests have waited elsewhere that an idle worker is credited with: at 1 what is spent on bringing
-    a prefix to it is at most what its absence has cost (the rule of the ski rental)."""
+    a prefix to it is at most what its absence has cost (the rule of the ski rental). A copy on a slow worker is worth
+    less, by as much as it is slower."""
     adapter_s: float = 0.05
     """Bringing one adapter to a worker: some ten milliseconds from its host's memory (170 MB for rank 32 on an 8B
     model), a hundred from disk, and another adapter has to go. As much as a few hundred tokens of prefill: no reason to
@@ -144,7 +145,7 @@ class Seconds:
                 since = worker.idle_since_s
                 unpaid_s = waited_s - (since if since > settled_s else settled_s)
                 if unpaid_s > 0.0:
-                    idle = prices.idle * unpaid_s
+                    idle = prices.idle * unpaid_s / slowdown
                     cost -= idle
             add((cost, saved, wait, own, decode, evict, kv, affinity, repeat, idle, adapter))
         return found
