@@ -314,19 +314,21 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """One poll of a worker's `/metrics`: requests running and waiting, share of KV blocks held by running
-    requests (0..1), and the engine's cumulative prefix-cache counters in tokens where it has them. `adapters` are those
-    its requests use, `adapter_slots` how many it can have on its GPU; empty and None where it does not say."""
+    """One poll of a worker's load: requests running and waiting, share of KV blocks held by running requests (0..1;
+    None where it says `kv_tokens` instead: tokens held, with those that waiting requests will need, or nothing), and
+    the engine's cumulative prefix-cache counters in tokens where it has them. `adapters` are those its requests use,
+    `adapter_slots` how many it can have on its GPU; empty and None where it does not say."""
 
     running: float
     waiting: float
-    kv_usage: float
+    kv_usage: float | None
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     kv_blocks: int | None = None
     start_time_unix: float | None = None
     adapters: tuple[str, ...] = ()
     adapter_slots: int | None = None
+    kv_tokens: int | None = None
 
 
 # --------------------------------------------------------------------------- decision

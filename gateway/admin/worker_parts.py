@@ -37,8 +37,8 @@ class LoadAnswer(Answer):
     """Requests it computes."""
     waiting: float
     """Requests that wait inside it."""
-    kv_usage: float
-    """Share of its KV blocks held by running requests, 0 to 1."""
+    kv_usage: float | None
+    """Share of its KV blocks held by running requests, 0 to 1; null when it does not say."""
     prefix_queries: float | None
     """Prompt tokens it looked up in its cache since its start; null when it does not say."""
     prefix_hits: float | None

@@ -53,7 +53,7 @@ class Room:
             return
         running, waiting = sample.running, sample.waiting
         before, self._unexplained = self._unexplained, waiting > 0.0 and not explained
-        if waiting and running and (sample.kv_usage >= _CROWDED or (before and self._unexplained)):
+        if waiting and running and ((sample.kv_usage or 0.0) >= _CROWDED or (before and self._unexplained)):
             self.limit = _more(int(running), _AT_HAND)
         elif not waiting and self.limit is not None and inflight >= self.limit:
             self.limit = _more(self.limit, _RISE)

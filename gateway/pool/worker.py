@@ -352,8 +352,7 @@ class Worker:
         if sample.kv_blocks is not None:
             self._fit_capacity()
         if self.kv_capacity:
-            queued = self._queued_kv() + self.others.queued_kv
-            self._polled_kv = int(min(max(sample.kv_usage, 0.0), 1.0) * self.kv_capacity) + queued
+            self._polled_kv = self._said_kv(sample)
             self._others_polled_kv = self.others.kv_tokens
         if before is not None:
             self._observe_hits(before, sample)
@@ -363,6 +362,13 @@ class Worker:
         explained = not late and sample.waiting <= len(self._pending) + self.others.requests
         self.room.observe(sample, inflight=self.inflight_requests + self.foreign_requests, explained=explained)
         self._refresh(now)
+
+    def _said_kv(self, sample: LoadSample) -> int | None:
+        """Tokens of KV room that are taken, those of requests which wait included."""
+        if sample.kv_usage is not None:
+            queued = self._queued_kv() + self.others.queued_kv
+            return int(min(max(sample.kv_usage, 0.0), 1.0) * self.kv_capacity) + queued
+        return None if sample.kv_tokens is None else max(0, sample.kv_tokens)
 
     def _observe_hits(self, before: LoadSample, sample: LoadSample) -> None:
         if None in (before.prefix_queries, before.prefix_hits, sample.prefix_queries, sample.prefix_hits):

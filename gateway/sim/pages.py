@@ -138,6 +138,21 @@ def sglang_loads(ranks: Sequence[EngineHost], *, version: str, unix_s: float) ->
     return msgspec.json.encode(page)
 
 
+def sglang_old_loads(ranks: Sequence[EngineHost]) -> bytes:
+    """`/get_load` of old: requests and tokens with those that wait."""
+    return msgspec.json.encode(
+        [
+            {
+                "dp_rank": host.rank,
+                "num_reqs": host.engine.running + host.engine.waiting,
+                "num_waiting_reqs": host.engine.waiting,
+                "num_tokens": host.engine.in_use_blocks * host.engine.block_size,
+            }
+            for host in ranks
+        ]
+    )
+
+
 def sglang_server_info(host: EngineHost, *, page_size: int, max_model_len: int) -> bytes:
     """`/server_info`: the fields gateways read; `kv_events` is null where there is nothing to subscribe to."""
     settings = host.settings

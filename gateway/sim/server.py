@@ -37,6 +37,7 @@ from gateway.sim.pages import (
     sglang_loads,
     sglang_metrics,
     sglang_model_info,
+    sglang_old_loads,
     sglang_server_info,
     sources_page,
     vllm_metrics,
@@ -180,6 +181,8 @@ class SimulatedWorker:
         if release >= (0, 5, 8):
             routes |= {("GET", "/server_info"): self._server_info, ("GET", "/model_info"): self._model_info}
             routes |= {("GET", "/v1/loads"): self._loads}
+        if (0, 5, 3) <= release < (0, 5, 21):
+            routes |= {("GET", "/get_load"): lambda _, reply: reply.send(200, sglang_old_loads(self._ranks.hosts))}
         return routes
 
     def _handle(self, request: HttpRequest, reply: Reply) -> None:

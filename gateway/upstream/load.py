@@ -5,7 +5,8 @@ Rules:
    behind one URL are read by one poll.
 2. A failed poll delivers nothing. It is counted and its reason kept; the age of the last sample says the rest.
 3. SGLang's scheduler gauges in `/metrics` are refreshed every 40 decode iterations only, so `/v1/loads` is asked first
-   and `/metrics` seldom, for the counters.
+   (`/get_load` where a release does not have it yet) and `/metrics` seldom, for the counters. Both are there without
+   `--enable-metrics`. Which paths a server has is found out again after a failure: it may be another release then.
 4. A server that has had nothing to do for some polls, and has nothing of ours, is asked every third time only: polls of
    idle workers are most of what a large fleet costs. Its sample stays younger than what is forgotten.
 """
@@ -19,7 +20,7 @@ from random import Random
 
 from gateway.records import EngineKind, LoadSample, WorkerId, WorkerSpec
 from gateway.upstream.control import Answer, ControlClient, ProbeFailed
-from gateway.upstream.load_text import parse_loads, parse_metrics, parse_rank_loads, parse_ranks
+from gateway.upstream.load_text import parse_loads, parse_metrics, parse_old_loads, parse_ranks
 from gateway.upstream.poll_line import PollLine
 
 COUNTER_POLLS = 15
@@ -51,6 +52,12 @@ class PollCounts:
 
 Samples = Mapping[int | None, LoadSample]
 """By rank; None is the key of a worker that is all ranks of its URL together."""
+
+
+_SGLANG_LOADS: tuple[tuple[str, Callable[[bytes, Sequence[int]], Samples]], ...] = (
+    ("/v1/loads?include=core", parse_loads),
+    ("/get_load", parse_old_loads),
+)
 
 
 class LoadPoller:
@@ -93,7 +100,8 @@ class LoadPoller:
         self._timeout_s = timeout_s
         self._on_missing = on_missing
         self._missing: frozenset[int | None] | set[int | None] = frozenset()
-        self._loads_missing = engine is not EngineKind.SGLANG
+        self._absent: set[str] = set()
+        """Of SGLang's paths, those that the server does not have."""
         self._counters: Samples = {}
         self._until_counters = 0
         self._unused = unused or (lambda: False)
@@ -147,6 +155,7 @@ class LoadPoller:
             samples = await self._samples([rank for rank in workers if rank is not None])
         except (ProbeFailed, ValueError) as error:
             self._quiet = 0
+            self._absent.clear()
             self.counts.failed += 1
             self.counts.last_error = str(error)
             return
@@ -166,17 +175,20 @@ class LoadPoller:
         self._missing = missing
 
     async def _samples(self, ranks: Sequence[int]) -> Samples:
-        if self._loads_missing:
-            return self._read_metrics(await self._get("/metrics"), ranks)
-        answer = await self._ask("/v1/loads?include=core")
-        if answer.status == 404:  # SGLang before 0.5.8
-            self._loads_missing = True
-            return self._read_metrics(await self._get("/metrics"), ranks)
-        if answer.status != 200:
-            raise ProbeFailed(f"{self._spec.url}/v1/loads answered {answer.status}")
-        samples = parse_rank_loads(answer.body, ranks) if ranks else {None: parse_loads(answer.body)}
-        counters = await self._sglang_counters(ranks)
-        return {rank: _joined(sample, counters.get(rank)) for rank, sample in samples.items()}
+        if self._engine is EngineKind.SGLANG:
+            for path, parse in _SGLANG_LOADS:
+                if path in self._absent:
+                    continue
+                answer = await self._ask(path)
+                if answer.status == 404:
+                    self._absent.add(path)
+                    continue
+                if answer.status != 200:
+                    raise ProbeFailed(f"{self._spec.url}{path} answered {answer.status}")
+                samples = parse(answer.body, ranks)
+                counters = await self._sglang_counters(ranks)
+                return {rank: _joined(sample, counters.get(rank)) for rank, sample in samples.items()}
+        return self._read_metrics(await self._get("/metrics"), ranks)
 
     def _read_metrics(self, text: bytes, ranks: Sequence[int]) -> Samples:
         return parse_ranks(text, self._engine, ranks) if ranks else {None: parse_metrics(text, self._engine)}

@@ -1,4 +1,4 @@
-"""What engines say about their load: the text of `/metrics`, and SGLang's `/v1/loads`, turned into samples.
+"""What engines say about their load: the text of `/metrics`, SGLang's `/v1/loads` and `/get_load`, turned into samples.
 
 Rules:
 1. Only the lines needed are parsed: 65 to 92 KB of text a worker and second, of which about ten lines matter. They are
@@ -7,8 +7,8 @@ Rules:
    for all of them together.
 3. Nothing is guessed: what a text does not hold is None in the sample, and a text without the load is an error.
 
-Names and their history: vLLM `vllm:*` (0.9 to 0.33, the `gpu_` names up to 0.11), SGLang `sglang:*` and
-`GET /v1/loads` (0.5.8 on).
+Names and their history: vLLM `vllm:*` (0.9 to 0.33, the `gpu_` names up to 0.11), SGLang `sglang:*`, `GET /v1/loads`
+(0.5.8 on) and `GET /get_load` (0.5.3 to 0.5.20).
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _sglang(found: _Found) -> LoadSample:
         prefix_queries=queries,
         prefix_hits=hits,
         kv_blocks=int(sum(tokens.values()) // page) if tokens and page else None,
-        adapter_slots=int(_max(found["slots"])) or None,
+        adapter_slots=int(_max(found["slots"]) or 0) or None,
     )
 
 
@@ -260,8 +260,8 @@ def _sum_or_none(series: Sequence[Series]) -> float | None:
     return _sum(series) if series else None
 
 
-def _max(series: Iterable[Series]) -> float:
-    return max((item.value for item in series), default=0.0)
+def _max(series: Iterable[Series]) -> float | None:
+    return max((item.value for item in series), default=None)
 
 
 def _per_rank(series: Iterable[Series]) -> dict[str, float]:
@@ -287,7 +287,16 @@ class _RankLoad(msgspec.Struct):
 
     num_running_reqs: float
     num_waiting_reqs: float
-    token_usage: float = 0.0
+    token_usage: float | None = None
+    dp_rank: int = 0
+
+
+class _OldLoad(msgspec.Struct):
+    """One entry of SGLang's `/get_load`. `num_reqs` has the waiting ones too, `num_tokens` their prompts."""
+
+    num_reqs: float
+    num_waiting_reqs: float
+    num_tokens: int | None = None
     dp_rank: int = 0
 
 
@@ -296,29 +305,47 @@ class _Loads(msgspec.Struct):
 
 
 _LOADS = msgspec.json.Decoder(_Loads)
+_OLD_LOADS = msgspec.json.Decoder(list[_OldLoad])
 
 
-def parse_loads(body: bytes) -> LoadSample:
-    """A sample of SGLang's `GET /v1/loads` (0.5.8 on), all ranks together. Raises ValueError when the answer has
-    another shape."""
-    ranks = _LOADS.decode(body).loads  # msgspec's errors are ValueErrors
-    if not ranks:
-        raise ValueError("/v1/loads names no scheduler")
-    return LoadSample(
-        running=sum(rank.num_running_reqs for rank in ranks),
-        waiting=sum(rank.num_waiting_reqs for rank in ranks),
-        kv_usage=max(rank.token_usage for rank in ranks),
+def parse_loads(body: bytes, ranks: Sequence[int]) -> dict[int | None, LoadSample]:
+    """Samples of SGLang's `GET /v1/loads`: one for each of `ranks` that it names, or without ranks one for all, under
+    None. Raises ValueError when it has none, or another shape."""
+    found = [
+        (load.dp_rank, LoadSample(load.num_running_reqs, load.num_waiting_reqs, load.token_usage))
+        for load in _LOADS.decode(body).loads  # msgspec's errors are ValueErrors
+    ]
+    return _by_rank(found, ranks, "/v1/loads")
+
+
+def parse_old_loads(body: bytes, ranks: Sequence[int]) -> dict[int | None, LoadSample]:
+    """The same of `GET /get_load`."""
+    found = [
+        (
+            load.dp_rank,
+            LoadSample(
+                max(0.0, load.num_reqs - load.num_waiting_reqs), load.num_waiting_reqs, None, kv_tokens=load.num_tokens
+            ),
+        )
+        for load in _OLD_LOADS.decode(body)
+    ]
+    return _by_rank(found, ranks, "/get_load")
+
+
+def _by_rank(found: Sequence[tuple[int, LoadSample]], ranks: Sequence[int], path: str) -> dict[int | None, LoadSample]:
+    if ranks:
+        samples: dict[int | None, LoadSample] = {rank: sample for rank, sample in found if rank in ranks}
+        if not samples:
+            raise ValueError(f"{path} names none of the data-parallel ranks")
+        return samples
+    if not found:
+        raise ValueError(f"{path} names no scheduler")
+    usages = [sample.kv_usage for _, sample in found if sample.kv_usage is not None]
+    tokens = [sample.kv_tokens for _, sample in found if sample.kv_tokens is not None]
+    whole = LoadSample(
+        running=sum(sample.running for _, sample in found),
+        waiting=sum(sample.waiting for _, sample in found),
+        kv_usage=max(usages, default=None),
+        kv_tokens=sum(tokens) if tokens else None,
     )
-
-
-def parse_rank_loads(body: bytes, ranks: Iterable[int]) -> dict[int | None, LoadSample]:
-    """The same for each of the ranks that it names. Raises ValueError too when it names none of them."""
-    wanted = set(ranks)
-    samples: dict[int | None, LoadSample] = {
-        load.dp_rank: LoadSample(load.num_running_reqs, load.num_waiting_reqs, load.token_usage)
-        for load in _LOADS.decode(body).loads
-        if load.dp_rank in wanted
-    }
-    if not samples:
-        raise ValueError("/v1/loads names none of the data-parallel ranks")
-    return samples
+    return {None: whole}

@@ -313,8 +313,28 @@ async def test_sglang_before_v1_loads(poller: Pollers) -> None:
         polling = poller(url, EngineKind.SGLANG, samples)
         await polling.poll()
         await polling.poll()
-    assert app.asked == ["/v1/loads", "/metrics", "/metrics"]
+    assert app.asked == ["/v1/loads", "/get_load", "/metrics", "/metrics"]
     assert samples.seen[0][1].prefix_hits == 7408
+
+
+async def test_sglang_before_v1_loads_and_without_metrics_tells_its_load_all_the_same(poller: Pollers) -> None:
+    """As 0.5.3 to 0.5.7 do; when the server has failed its paths are found out again, it may be a newer one."""
+    app, samples = Replay("sglang-0.5.23"), Samples()
+    newer, app.answers["/metrics"] = app.answers.pop("/v1/loads"), (404, b"")
+    app.answers["/get_load"] = (200, b'[{"dp_rank": 0, "num_reqs": 7, "num_waiting_reqs": 3, "num_tokens": 4096}]')
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.SGLANG, samples)
+        for _ in range(2):
+            await polling.poll()
+        assert app.asked == ["/v1/loads", "/get_load", "/metrics", "/get_load"]
+        assert samples.seen[1][1] == LoadSample(4, 3, None, kv_tokens=4096)
+        app.answers["/get_load"] = (503, b"")
+        await polling.poll()
+        app.answers["/v1/loads"] = newer
+        await polling.poll()
+    assert (polling.counts.ok, polling.counts.failed) == (3, 1)
+    assert app.asked[-1] == "/v1/loads"
+    assert (samples.seen[-1][1].running, samples.seen[-1][1].kv_tokens) == (0, None)
 
 
 async def test_a_rank_that_is_gone_is_told_once_and_the_others_count_on(poller: Pollers) -> None:

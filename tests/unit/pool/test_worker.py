@@ -235,3 +235,14 @@ def test_a_sample_lasts_as_long_as_it_is_told_to() -> None:
     assert worker.load is not None
     worker.tick(51.0)
     assert worker.load is None
+
+
+def test_kv_room_said_in_tokens_counts_as_said_and_room_not_said_leaves_ours() -> None:
+    worker = make_worker()
+    worker.reserve(make_reservation(new=1000, output=500), 0.0)
+    worker.observe(LoadSample(1, 0, None, kv_tokens=4000), 1.0)
+    assert worker.kv_tokens == 4000
+    worker.reserve(make_reservation(new=100, output=0), 1.5)
+    assert worker.kv_tokens == 4100
+    worker.observe(LoadSample(2, 0, None), 2.0)
+    assert worker.kv_tokens == 1600

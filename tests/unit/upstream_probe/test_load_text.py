@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.records import EngineKind, LoadSample
-from gateway.upstream.load_text import parse_loads, parse_metrics, parse_rank_loads, parse_ranks, read_series
+from gateway.upstream.load_text import parse_loads, parse_metrics, parse_old_loads, parse_ranks, read_series
 
 ENGINES = Path(__file__).parents[2] / "golden" / "engines"
 
@@ -220,18 +220,35 @@ def test_loads_of_sglang() -> None:
         b'{"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.2},'
         b'{"dp_rank": 1, "num_running_reqs": 4, "num_waiting_reqs": 2, "token_usage": 0.7}]}'
     )
-    sample = parse_loads(body)
-    assert (sample.running, sample.waiting, sample.kv_usage) == (7, 3, 0.7)
-    assert parse_rank_loads(body, (1, 0)) == {0: LoadSample(3, 1, 0.2), 1: LoadSample(4, 2, 0.7)}
-    assert set(parse_rank_loads(body, (1, 2))) == {1}
+    assert parse_loads(body, ()) == {None: LoadSample(7, 3, 0.7)}
+    assert parse_loads(body, (1, 0)) == {0: LoadSample(3, 1, 0.2), 1: LoadSample(4, 2, 0.7)}
+    assert set(parse_loads(body, (1, 2))) == {1}
     with pytest.raises(ValueError, match="none of the data-parallel ranks"):
-        parse_rank_loads(body, (2,))
+        parse_loads(body, (2,))
+
+
+def test_old_loads_of_sglang_count_waiting_requests_and_their_tokens_too() -> None:
+    body = (
+        b'[{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 900, "ts_tic": 1.5},'
+        b'{"dp_rank": 1, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 100}]'
+    )
+    assert parse_old_loads(body, ()) == {None: LoadSample(3, 3, None, kv_tokens=1000)}
+    assert parse_old_loads(body, (1,)) == {1: LoadSample(0, 1, None, kv_tokens=100)}
+    with pytest.raises(ValueError, match="/get_load names no"):
+        parse_old_loads(b"[]", ())
+    with pytest.raises(ValueError, match="num_reqs"):
+        parse_old_loads(b"[{}]", ())
+
+
+def test_a_share_that_is_not_told_is_unknown() -> None:
+    assert parse_loads(b'{"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0}]}', ())[None].kv_usage is None
+    assert parse_metrics(VLLM_LOAD.encode(), EngineKind.VLLM).kv_usage is None
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"loads": []}', b'{"loads": [{"num_running_reqs": "x"}]}', b"\xff"])
 def test_loads_of_another_shape(body: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  the reasons differ, that it is one counts
-        parse_loads(body)
+        parse_loads(body, ())
 
 
 # --------------------------------------------------------------------------- adapters
