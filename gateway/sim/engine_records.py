@@ -129,8 +129,8 @@ Happening = Started | FirstToken | Tokens | Finished | Stored | Removed | Cleare
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """Cumulative: tokens looked up and found in the prefix cache, requests, blocks evicted, prefill seconds spent, tokens
-    read from the tier below and the seconds that took."""
+    """Cumulative: tokens looked up and found in the prefix cache, requests, blocks evicted, prefill seconds spent,
+    tokens read from the tier below and the seconds that took."""
 
     queried_tokens: int
     hit_tokens: int
