@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from gateway import errors
+from gateway.admin.decision_answers import TermsAnswer
 from gateway.settings import Settings, json_schema
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,14 @@ def test_yaml_examples_are_valid_settings_also_for_an_editor() -> None:
             jsonschema.validate(tree, schema, cls=jsonschema.Draft202012Validator)
             checked += 1
     assert checked >= 2
+
+
+def test_the_guide_to_a_decision_has_every_term() -> None:
+    page = (ROOT / "docs" / "guides" / "reading-a-decision.md").read_text()
+    terms = {f"{name.removesuffix('_s')} s" for name in TermsAnswer.model_fields}
+    assert {term for term in terms if f"`{term}`" not in page} == set()
+    (heads,) = re.findall(r"^worker  overlap  (.*)$", page, re.MULTILINE)
+    assert re.split(r"  +", heads) == ["trust", *(f"{name.removesuffix('_s')} s" for name in TermsAnswer.model_fields)]
 
 
 def test_tests_that_a_page_names_exist() -> None:

@@ -163,6 +163,9 @@ function drawPrefixes({ applications, prefixes }) {
   ]), "Nothing to show yet.");
 }
 
+// Terms that are 0 for most requests.
+const others = ({ repeat_s, adapter_s, idle_s }) => repeat_s + adapter_s - idle_s;
+
 // What makes up a candidate's cost, side by side on one scale.
 function termsBar(terms, most) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
@@ -170,7 +173,7 @@ function termsBar(terms, most) {
   svg.setAttribute("viewBox", "0 0 100 8");
   svg.setAttribute("preserveAspectRatio", "none");
   let at = 0;
-  for (const [name, value] of [["own", terms.own_s], ["wait", terms.wait_s], ["rest", terms.decode_s + terms.evict_s + terms.kv_s]]) {
+  for (const [name, value] of [["own", terms.own_s], ["wait", terms.wait_s], ["rest", terms.decode_s + terms.evict_s + terms.kv_s + others(terms)]]) {
     const part = document.createElementNS("http://www.w3.org/2000/svg", "rect");
     const width = most > 0 ? (100 * Math.max(0, value)) / most : 0;
     for (const [key, given] of Object.entries({ x: at, y: 0, width, height: 8, class: name })) part.setAttribute(key, given);
@@ -181,14 +184,14 @@ function termsBar(terms, most) {
 }
 
 function candidates(decision) {
-  const most = Math.max(...decision.candidates.map(({ terms }) => terms.own_s + terms.wait_s + terms.decode_s + terms.evict_s + terms.kv_s));
+  const most = Math.max(...decision.candidates.map(({ terms }) => terms.own_s + terms.wait_s + terms.decode_s + terms.evict_s + terms.kv_s + others(terms)));
   const ordered = [...decision.candidates].sort((a, b) => a.terms.cost - b.terms.cost);
-  const heads = ["worker", "overlap", "trust", "cost", "own", "wait", "decode", "evict", "KV", "session", ""];
+  const heads = ["worker", "overlap", "trust", "cost", "own", "wait", "decode", "evict", "KV", "others", "session", ""];
   const rows = ordered.map(({ worker, overlap_tokens, trust, terms }) => element("tr", null, { class: worker === decision.worker ? "chosen" : null },
-    ...[worker, number(overlap_tokens), percent(trust), ...[terms.cost, terms.own_s, terms.wait_s, terms.decode_s, terms.evict_s, terms.kv_s].map(seconds),
+    ...[worker, number(overlap_tokens), percent(trust), ...[terms.cost, terms.own_s, terms.wait_s, terms.decode_s, terms.evict_s, terms.kv_s, others(terms)].map(seconds),
       terms.affinity_s ? `−${seconds(terms.affinity_s)}` : ""].map((text) => element("td", text)),
     element("td", null, {}, termsBar(terms, most))));
-  const excluded = decision.excluded.map(([worker, why]) => element("tr", null, { class: "quiet" }, element("td", worker), element("td", `not asked: ${why}`, { colspan: 10, class: "words" })));
+  const excluded = decision.excluded.map(([worker, why]) => element("tr", null, { class: "quiet" }, element("td", worker), element("td", `not asked: ${why}`, { colspan: 11, class: "words" })));
   return element("div", null, { class: "scroll" }, element("table", null, {},
     element("thead", null, {}, element("tr", null, {}, ...heads.map((text) => element("th", text, { scope: "col" })))),
     element("tbody", null, {}, ...rows, ...excluded)));
