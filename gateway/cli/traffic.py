@@ -15,6 +15,7 @@ from gateway.cli.options import ConfigOption, JsonOption, hands_over
 from gateway.cli.tables import application_table, console, pool_table, prefix_table, session_table
 
 _MOST = 256
+"""What the admin port gives at a time."""
 
 session_commands = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
@@ -150,7 +151,7 @@ def decisions(
         str | None, typer.Option(help="Ended so: completed, client_gone, worker_failed, timed_out, ...")
     ] = None,
     since: Annotated[float | None, typer.Option(min=0, help="Not older than this many seconds.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=256, help="Most of them.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Most of them.")] = 20,
     as_json: JsonOption = False,
     admin: AdminOption = None,
     token: TokenOption = None,

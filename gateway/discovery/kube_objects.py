@@ -21,6 +21,7 @@ import msgspec
 
 from gateway.discovery.roster import fitting_name, short_hash
 from gateway.discovery.source import Found
+from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, RankChoice, Role, WorkerSpec
 
 PREFIX = "kvgate.io/"
@@ -28,6 +29,9 @@ PREFIX = "kvgate.io/"
 NOT_READY, TERMINATING = "not_ready", "terminating"
 _USUAL_PORT_NAME = "http"
 _USUAL_PORT = 8000
+
+MOST_OBJECTS = 16 * MAX_WORKERS
+"""A selector that fits more is a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +298,12 @@ class KubeView:
         self.objects = dict(objects)
 
     def happened(self, event: Happened) -> bool:
-        """One object has changed; False when that changes nothing here."""
+        """One object has changed; False when that changes nothing here, or there is no room for another one."""
         if event.name is None:
             return False
         before = self.objects.get(event.name)
+        if before is None and len(self.objects) >= MOST_OBJECTS:
+            return False
         if event.seen is None:
             self.objects.pop(event.name, None)
         else:

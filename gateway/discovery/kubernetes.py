@@ -29,7 +29,7 @@ import httpx
 import msgspec
 import structlog
 
-from gateway.discovery.kube_objects import Happened, Kind, KubeTraits, KubeView
+from gateway.discovery.kube_objects import MOST_OBJECTS, Happened, Kind, KubeTraits, KubeView
 from gateway.discovery.source import Publish
 
 _PART = 500
@@ -139,6 +139,8 @@ class KubernetesSource:
                         raise _Refused(f"a list of more than {_MOST_BYTES} bytes")
             page = query.kind.page(bytes(body))
             objects += page.objects
+            if len(objects) > MOST_OBJECTS:
+                raise _Refused(f"more than {MOST_OBJECTS} {query.kind.resource} have these labels; name more labels")
             if not page.rest:
                 break
             params["continue"] = page.rest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,8 @@ from gateway.settings.section import Seconds, Section, why
 
 Weight = Literal["auto"] | Annotated[float, Field(ge=0, le=1_000, allow_inf_nan=False)]
 
-POLICIES = ("seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash")
+PolicyName = Literal["seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash"]
+POLICIES: tuple[str, ...] = get_args(PolicyName)
 
 
 class AffinitySettings(Section):
@@ -44,9 +45,7 @@ class AffinitySettings(Section):
 class RoutingSettings(Section):
     """How a worker is chosen: `score = alpha*hit - beta*queue - gamma*load`, in seconds."""
 
-    policy: Literal["seconds", "least_load", "round_robin", "random", "p2c", "prefix_hash"] = Field(
-        "seconds", description="The policy; `seconds` is the cache-aware one."
-    )
+    policy: PolicyName = Field("seconds", description="The policy; `seconds` is the cache-aware one.")
     alpha: Weight = Field("auto", description="Scales what a hit saves; auto is 1 on learned rates.")
     beta: Weight = Field("auto", description="Scales the wait; auto is 1.")
     gamma: Weight = Field("auto", description="Scales the prices of decode, eviction and occupancy; auto is 1.")

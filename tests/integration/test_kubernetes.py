@@ -11,7 +11,17 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from gateway.discovery import ApiServer, Found, KubeQuery, KubernetesSource, KubeTraits, Pods, Slices
+from gateway.discovery import (
+    ApiServer,
+    Found,
+    KubeQuery,
+    KubernetesSource,
+    KubeTraits,
+    Pods,
+    Slices,
+    kube_objects,
+    kubernetes,
+)
 from gateway.discovery.kube_objects import Kind
 from gateway.records import WorkerId, WorkerSpec
 from tests.integration.kube import PODS, SLICES, Json, Kube, endpoint, endpoint_slice, kube, pod, terminating
@@ -221,6 +231,22 @@ async def test_a_file_that_holds_no_token_is_told_and_not_shown(api: Kube, tmp_p
         await until(lambda: said.error is not None)
         assert said.error == f"{api.url}: {token} does not hold a token: one line of plain letters"
     assert not api.asked
+
+
+async def test_a_selector_that_fits_too_much_is_told(api: Kube, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kubernetes, kube_objects):
+        monkeypatch.setattr(module, "MOST_OBJECTS", 2)
+    for name in ("a", "b"):
+        api.apply(PODS, pod(name, "10.0.0.1"))
+    async with source(api) as (_, said):
+        await until(lambda: api.watches == 1)
+        api.apply(PODS, pod("c", "10.0.0.3"))
+        api.apply(PODS, pod("a", "10.0.0.9"))
+        await until(lambda: said.hosts["a"] == "10.0.0.9:8000")
+        assert set(said.hosts) == {"a", "b"}
+        api.end()
+        await until(lambda: said.error is not None and "more than 2 pods" in said.error)
+        assert set(said.hosts) == {"a", "b"}, "who is known stays"
 
 
 async def test_endpoint_slices_are_followed_too(api: Kube) -> None:
