@@ -58,7 +58,6 @@ class DnsSource:
         self._query = query
         self._clock = clock
         self._rng = rng
-        self._listed = False
         self._empty_since: float | None = None
 
     async def run(self, publish: Publish) -> None:
@@ -76,7 +75,7 @@ class DnsSource:
             publish.failed(f"{query.name} cannot be looked up: {_why(error, query)}")
             return
         now = self._clock()
-        if hosts or not self._listed:
+        if hosts or not publish.workers:
             self._empty_since = None
         else:
             if self._empty_since is None:
@@ -84,7 +83,6 @@ class DnsSource:
             if now - self._empty_since < query.grace_s:
                 publish.failed(f"{query.name} has no addresses; its workers stay for {query.grace_s:g} s")
                 return
-        self._listed = True
         publish.present(_found(query, hosts))
 
 

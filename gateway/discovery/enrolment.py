@@ -199,6 +199,10 @@ class _Published:
         self._enrolment = enrolment
         self._source = source
 
+    @property
+    def workers(self) -> int:
+        return self._enrolment.roster.source(self._source).workers
+
     def present(self, found: Iterable[Found]) -> None:
         self._enrolment.listed(self._source, found)
 

@@ -18,6 +18,11 @@ class Found(NamedTuple):
 class Publish(Protocol):
     """Where one source says what it sees."""
 
+    @property
+    def workers(self) -> int:
+        """How many it named last, also before it was started anew."""
+        ...
+
     def present(self, found: Iterable[Found]) -> None:
         """These are all the workers it sees; those it named before and does not name now are gone."""
         ...

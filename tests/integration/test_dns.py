@@ -27,6 +27,10 @@ class Said:
         self.lists: list[list[Found]] = []
         self.errors: list[str] = []
 
+    @property
+    def workers(self) -> int:
+        return len(self.lists[-1]) if self.lists else 0
+
     def present(self, found: Iterable[Found]) -> None:
         self.lists.append(list(found))
 
@@ -102,6 +106,7 @@ async def test_srv_records_bring_their_ports(server: NameServer) -> None:
     await source(server, name="_http._tcp.vllm.test", srv=True, scheme="https", port=443).look(said)
     assert said.urls == ["https://a.test:443", "https://b.test:443"]
     server.records["_http._tcp.vllm.test", "SRV"] = ["0 0 0 ."]
+    said = Said()
     await source(server, name="_http._tcp.vllm.test", srv=True).look(said)
     assert said.urls == []
 
@@ -146,6 +151,8 @@ async def test_an_empty_answer_is_believed_after_a_while(
     server.records = records
     await looking.look(said)
     assert said.urls == ["http://10.0.0.1:8000"]  # the time begins anew
+    await source(server, clock, grace_s=30.0).look(said)
+    assert said.urls == ["http://10.0.0.1:8000"], "also for a source that was started anew"
 
 
 async def test_an_empty_answer_at_the_start_is_an_answer(server: NameServer) -> None:

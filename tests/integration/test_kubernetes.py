@@ -38,6 +38,10 @@ class Said:
         self.error: str | None = None
         self.times = 0
 
+    @property
+    def workers(self) -> int:
+        return len(self.found)
+
     def present(self, found: Iterable[Found]) -> None:
         self.found = {one.spec.name: one for one in found}
         self.error = None

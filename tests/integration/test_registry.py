@@ -32,6 +32,10 @@ class Listed:
         self.looks = 0
         self.reason: str | None = None
 
+    @property
+    def workers(self) -> int:
+        return len(self.urls)
+
     def present(self, found: object) -> None:
         assert isinstance(found, list)
         self.urls = sorted(one.spec.url for one in found if isinstance(one, Found))

@@ -114,6 +114,8 @@ async def test_the_user_of_the_guide_may_do_all_that_is_done(tmp_path: Path) -> 
         found: list[str] = []
 
         class Listed:
+            workers = 0
+
             def present(self, all_found: Iterable[Found]) -> None:
                 found[:] = [one.spec.url for one in all_found]
 
