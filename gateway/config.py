@@ -7,7 +7,9 @@ value stops the start; the message names the key's path and what would be right.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
+import select
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +24,14 @@ from gateway.settings import ENV_PREFIX, Settings
 
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """A file of ten thousand keys takes the loader in Python seconds."""
+
+MAX_FILE_BYTES = 64 << 20
+"""Of a file; a hundred thousand keys with limits take some twenty megabytes."""
+
+MAX_FILE_VALUES = 2_000_000
+"""Of a YAML file, those that aliases repeat counted each time: nine lines can say a thousand million."""
+
+_SILENT_PIPE_S = 5.0
 
 
 COMMAND_LINE = "command line"
@@ -136,23 +146,61 @@ def read_keys(path: Path) -> tuple[KeySettings, ...]:
     return keys
 
 
+def read_file(path: Path) -> bytes:
+    """Its content, at most MAX_FILE_BYTES. Raises OSError, also for a pipe into which nobody writes: a thread that
+    waited there would never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb", buffering=0) as file:
+        if os.fstat(descriptor).st_size > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        ready = select.poll()
+        ready.register(descriptor, select.POLLIN)
+        content = bytearray()
+        while len(content) <= MAX_FILE_BYTES:
+            if not ready.poll(_SILENT_PIPE_S * 1000):
+                raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), str(path))
+            part = file.read(1 << 20)
+            if not part:
+                return bytes(content)
+            content += part
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_YAML)
+        loader = _YAML(read_file(path).decode("utf-8"))
+        node = loader.get_single_node()
+        if node is not None and _values(node, {}) > MAX_FILE_VALUES:
+            raise ConfigError([f"{path}: has more than {MAX_FILE_VALUES:,} values, or aliases that repeat as many"])
+        tree = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     except yaml.MarkedYAMLError as error:
         # Not the error's own text: it quotes the line, which may hold a secret.
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ConfigError([f"{path}: no valid YAML{line}: {error.problem}"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError([f"{path}: no valid YAML: {type(error).__name__}"]) from None
+    except ValueError:
+        # The error's own text has the value.
+        raise ConfigError([f"{path}: no valid YAML: a number or date is out of range"]) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError([f"{path}: expected sections such as `server:` at the top"])
     # A section that is there but empty (`auth:`) means its defaults.
     return {key: value for key, value in tree.items() if value is not None}
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, those that aliases repeat counted each time; `known` are those counted."""
+    if id(node) not in known:
+        known[id(node)] = MAX_FILE_VALUES + 1  # one that contains itself has no end of them
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            parts = (part for pair in parts for part in pair)
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _read_environ(env: Mapping[str, str]) -> dict[str, Any]:

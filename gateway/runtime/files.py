@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import structlog
 
+from gateway.config import read_file
+
 LOOK_EVERY_S = 2.0
 _SETTLES_IN_S = 0.2
 
@@ -120,7 +122,7 @@ def _digest(paths: Sequence[Path]) -> bytes:
     content = hashlib.blake2b(digest_size=16)
     for path in paths:
         try:
-            data = path.read_bytes()
+            data = read_file(path)
         except OSError:
             data = b"\x00gone"
         content.update(f"{path}\n{len(data)}\n".encode("utf-8", "surrogateescape"))

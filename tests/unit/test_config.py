@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from gateway.config import ConfigError, Sources, load
+from gateway.config import MAX_FILE_BYTES, ConfigError, Sources, load
 from gateway.credentials import key_hash
 from gateway.records import Endpoint, EngineKind, RankChoice, WorkerId, WorkerSpec
 from gateway.settings import Settings, default_worker_name, worker_url
@@ -105,6 +107,55 @@ def test_unknown_environment_keys_are_refused() -> None:
 
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
     assert "cannot be read" in problems_of(path=tmp_path / "none.yaml", environ={})
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "aliases that repeat as many"),
+        ("server: &s {host: *s}\n", "aliases that repeat as many"),
+        ("server: {port: " + "9" * 6000 + "}\n", "no valid YAML: a number or date is out of range"),
+        ("server: {port: 2020-99-99}\n", "no valid YAML: a number or date is out of range"),
+        ("server: " + "[" * 20_000, "no valid YAML"),
+    ],
+    ids=["aliases", "itself", "number", "date", "deep"],
+)
+def test_a_file_that_would_take_all_memory_or_time_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert said in problems_of(path=write(tmp_path, text), environ={})
+
+
+def test_a_file_without_end_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    os.truncate(path, MAX_FILE_BYTES + 1)
+    assert "cannot be read: File too large" in problems_of(path=path, environ={})
+    assert "/dev/zero: cannot be read: File too large" in problems_of(path=Path("/dev/zero"), environ={})
+
+
+def test_a_pipe_into_which_nobody_writes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.config._SILENT_PIPE_S", 0.05)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "cannot be read: Connection timed out" in problems_of(path=pipe, environ={})
+
+
+def test_a_pipe_can_be_the_file() -> None:
+    read, write_to = os.pipe()
+    os.write(write_to, b"server: {port: 7}\n")
+    os.close(write_to)
+    try:
+        assert load(Path(f"/dev/fd/{read}"), environ={}).server.port == 7
+    finally:
+        os.close(read)
+
+
+def test_aliases_are_good_for_what_workers_have_in_common(tmp_path: Path) -> None:
+    text = "workers:\n  - &one {url: 'http://a:1', pool: big}\n  - {<<: *one, url: 'http://b:1'}\n"
+    assert [worker.pool for worker in load(write(tmp_path, text), environ={}).workers] == ["big", "big"]
 
 
 def test_secrets_are_masked_and_reach_the_spec() -> None:
