@@ -46,7 +46,7 @@ def received(r: Rig) -> list[int]:
     return [engine.received for engine in r.engines]
 
 
-# --------------------------------------------------------------------------- A2: before the first byte
+# --------------------------------------------------------------------------- before the first byte
 
 
 @pytest.mark.parametrize("kind", [FaultKind.RESET, FaultKind.STATUS])
@@ -78,7 +78,7 @@ async def test_nothing_is_tried_again_after_the_first_byte() -> None:
         assert sum(received(r)) == 1
 
 
-# --------------------------------------------------------------------------- A4: what is no failure
+# --------------------------------------------------------------------------- what is no failure
 
 
 async def test_the_breaker_never_opens_for_4xx() -> None:
@@ -107,7 +107,7 @@ async def test_the_breaker_never_opens_for_4xx() -> None:
         assert await metric(r, 'retries_total{reason="worker_busy"}') >= 100
 
 
-# --------------------------------------------------------------------------- A5: one that hangs beside one that serves
+# --------------------------------------------------------------------------- one that hangs beside one that serves
 
 
 async def test_a_worker_that_never_answers_beside_one_that_streams() -> None:
@@ -166,7 +166,7 @@ async def test_a_lone_worker_is_used_although_it_is_ejected_and_requests_bring_i
         await until(lambda: only.state is WorkerState.READY)
 
 
-# --------------------------------------------------------------------------- D2: probes and requests disagree
+# --------------------------------------------------------------------------- probes and requests disagree
 
 
 class Between:
@@ -249,7 +249,7 @@ async def test_requests_outweigh_probes() -> None:
         await until(lambda: odd.state is WorkerState.READY)
 
 
-# --------------------------------------------------------------------------- D3: one 503
+# --------------------------------------------------------------------------- one 503
 
 
 async def test_a_single_503_ejects_nobody() -> None:

@@ -1,4 +1,4 @@
-"""Which blocks count, and for whom: cases B4 to B7 of what breaks routers.
+"""Which blocks count, and for whom.
 
 Where a case is about what an engine says, the test speaks for the engine; where it is about what an engine does, a
 simulated engine does it, and predicted is held against delivered.
@@ -39,10 +39,10 @@ P = prompt(1, 12)
 NAMES = list(range(1, 13))
 
 
-# ---------------------------------------------------------------- B4: removals
+# ---------------------------------------------------------------- removals
 
 
-async def test_b4_a_removal_touches_its_own_worker_only() -> None:
+async def test_a_removal_touches_its_own_worker_only() -> None:
     async with told(2) as (r, events):
         for publisher in events:
             publisher.publish(stored(NAMES, P))
@@ -52,7 +52,7 @@ async def test_b4_a_removal_touches_its_own_worker_only() -> None:
         assert await predicted(r, P) == {"w1": 5 * BLOCK, "w2": 12 * BLOCK}
 
 
-async def test_b4_a_removal_touches_its_own_tier_only() -> None:
+async def test_a_removal_touches_its_own_tier_only() -> None:
     async with told() as (r, (events,)):
         events.publish(stored(NAMES, P), stored(NAMES, P, medium="CPU"))
         await until(lambda: resident(r, "w1", Tier.CPU) == 12)
@@ -69,7 +69,7 @@ async def test_b4_a_removal_touches_its_own_tier_only() -> None:
         assert await predicted(r, P) == {"w1": 10 * BLOCK}
 
 
-async def test_b4_a_tail_stored_again_without_its_head_gives_nothing() -> None:
+async def test_a_tail_stored_again_without_its_head_gives_nothing() -> None:
     async with told() as (r, (events,)):
         events.publish(stored(NAMES, P))
         await until(lambda: resident(r, "w1") == 12)
@@ -83,7 +83,7 @@ async def test_b4_a_tail_stored_again_without_its_head_gives_nothing() -> None:
         assert await predicted(r, P) == {"w1": 12 * BLOCK}
 
 
-async def test_b4_a_second_copy_survives_the_removal_of_the_first() -> None:
+async def test_a_second_copy_survives_the_removal_of_the_first() -> None:
     async with told() as (r, (events,)):
         events.publish(stored(NAMES, P))
         events.publish(stored(NAMES[3:6], P[3 * BLOCK : 6 * BLOCK], NAMES[2]))
@@ -95,10 +95,10 @@ async def test_b4_a_second_copy_survives_the_removal_of_the_first() -> None:
         assert await predicted(r, P) == {"w1": 3 * BLOCK}
 
 
-# ---------------------------------------------------------------- B5: chains and orphans
+# ---------------------------------------------------------------- chains and orphans
 
 
-async def test_b5_a_chain_goes_on_behind_its_last_block() -> None:
+async def test_a_chain_goes_on_behind_its_last_block() -> None:
     async with told() as (r, (events,)):
         events.publish(stored(NAMES[:8], P[: 8 * BLOCK]))
         events.publish(stored(NAMES[8:], P[8 * BLOCK :], NAMES[7]))
@@ -106,7 +106,7 @@ async def test_b5_a_chain_goes_on_behind_its_last_block() -> None:
         assert await predicted(r, P) == {"w1": 12 * BLOCK}
 
 
-async def test_b5_a_child_alone_predicts_nothing_until_its_head_is_told() -> None:
+async def test_a_child_alone_predicts_nothing_until_its_head_is_told() -> None:
     """A gateway that began late, at an engine without replay, hears of the child only."""
     async with told(layout="off") as (r, (events,)):
         events.seq = 40
@@ -121,7 +121,7 @@ async def test_b5_a_child_alone_predicts_nothing_until_its_head_is_told() -> Non
         assert await metric(r, "kvgate_index_orphans") == 0
 
 
-async def test_b5_a_hundred_thousand_orphans_are_bounded() -> None:
+async def test_a_hundred_thousand_orphans_are_bounded() -> None:
     orphans = 100_000
     async with told() as (r, (events,)):
         child = P[BLOCK : 2 * BLOCK]
@@ -137,11 +137,11 @@ async def test_b5_a_hundred_thousand_orphans_are_bounded() -> None:
         assert await metric(r, "kvgate_index_truncated_total") >= orphans - DEFAULT_ORPHAN_LIMIT
 
 
-# ---------------------------------------------------------------- B6: one system prompt everywhere
+# ---------------------------------------------------------------- one system prompt everywhere
 
 
 @DIALECTS
-async def test_b6_sixteen_conversations_behind_one_system_prompt_find_their_workers(dialect: Dialect) -> None:
+async def test_sixteen_conversations_behind_one_system_prompt_find_their_workers(dialect: Dialect) -> None:
     system = prompt(50, 64)
     # At the rig's usual speed ten blocks are computed in less time than what the score calls equal.
     async with rig(16, engine=fast(dialect=dialect, speed=2.0)) as r:
@@ -156,7 +156,7 @@ async def test_b6_sixteen_conversations_behind_one_system_prompt_find_their_work
         assert {(answer.predicted, answer.delivered) for answer in answers} == {(74 * BLOCK, 74 * BLOCK)}
 
 
-# ---------------------------------------------------------------- B7: identity
+# ---------------------------------------------------------------- identity
 
 
 async def again(settings: EngineSettings, first: dict[str, Any], then: dict[str, Any], **gateway: Any) -> Answered:
@@ -168,7 +168,7 @@ async def again(settings: EngineSettings, first: dict[str, Any], then: dict[str,
 
 
 @DIALECTS
-async def test_b7_blocks_of_32_where_16_is_configured(dialect: Dialect) -> None:
+async def test_blocks_of_32_where_16_is_configured(dialect: Dialect) -> None:
     answer = await again(fast(dialect=dialect, block_size=32), {}, {}, models=[{"name": "demo", "block_size": 16}])
     assert answer == ("w1", 12 * BLOCK, 12 * BLOCK)
 
@@ -196,7 +196,7 @@ ENGINES = {
         ({"model": "sql", "cache_salt": "a"}, {"cache_salt": "a"}, False),
     ],
 )
-async def test_b7_adapters_and_salts(first: dict[str, Any], then: dict[str, Any], shared: bool, engine: str) -> None:
+async def test_adapters_and_salts(first: dict[str, Any], then: dict[str, Any], shared: bool, engine: str) -> None:
     answer = await again(replace(ENGINES[engine], adapters=("sql",)), first, then)
     assert answer.predicted == answer.delivered == (12 * BLOCK if shared else 0)
 
@@ -210,12 +210,12 @@ async def test_b7_adapters_and_salts(first: dict[str, Any], then: dict[str, Any]
         ({}, {"lora_path": "sql"}, False),
     ],
 )
-async def test_b7_an_adapter_named_beside_the_model(first: dict[str, Any], then: dict[str, Any], shared: bool) -> None:
+async def test_an_adapter_named_beside_the_model(first: dict[str, Any], then: dict[str, Any], shared: bool) -> None:
     answer = await again(replace(ENGINES["sglang"], adapters=("sql",)), first, then)
     assert answer.predicted == answer.delivered == (12 * BLOCK if shared else 0)
 
 
-async def test_b7_images_are_never_matched_by_their_text() -> None:
+async def test_images_are_never_matched_by_their_text() -> None:
     """Blocks that an image entered are held, but no request is taken to have them by its text tokens alone."""
     async with told() as (r, (events,)):
         images: list[list[Any] | None] = [None] * 12
@@ -258,7 +258,7 @@ VARIANTS: dict[str, tuple[list[dict[str, Any]], int]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-async def test_b7_what_engines_call_their_blocks(variant: str) -> None:
+async def test_what_engines_call_their_blocks(variant: str) -> None:
     events, blocks = VARIANTS[variant]
     async with told() as (r, (publisher,)):
         publisher.publish(*events)
@@ -266,7 +266,7 @@ async def test_b7_what_engines_call_their_blocks(variant: str) -> None:
         assert await predicted(r, P) == {"w1": min(blocks, 12) * BLOCK}
 
 
-async def test_b7_a_size_that_cannot_be_matched_is_named() -> None:
+async def test_a_size_that_cannot_be_matched_is_named() -> None:
     """Blocks of 24 in keys of 16: no hit can be found, and metrics and status say why."""
     async with told() as (r, (publisher,)):
         publisher.publish(stored(NAMES[:8], P, size=24))

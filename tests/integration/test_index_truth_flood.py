@@ -130,7 +130,7 @@ def added_p99(directory: Path) -> float:
         return p99(flood) - statistics.median(calm)
 
 
-def test_b10_a_flood_at_the_start_holds_up_no_request(tmp_path: Path) -> None:
+def test_a_flood_at_the_start_holds_up_no_request(tmp_path: Path) -> None:
     added = []
     for attempt in range(TRIES):
         directory = tmp_path / str(attempt)

@@ -1,4 +1,4 @@
-"""Memory of the index over a long life: case B8 of what breaks routers, and what the index says of its own size.
+"""Memory of the index over a long life, and what the index says of its own size.
 
 Sizes are what Python's allocator handed out, so they depend on no other process: bytes where there is time to trace
 them, else the number of pieces, which no leak leaves as it is.
@@ -76,10 +76,10 @@ def one_worker(*, engine: EngineKind = EngineKind.VLLM) -> KvIndex:
     return index
 
 
-# ---------------------------------------------------------------- B8
+# ---------------------------------------------------------------- a long life
 
 
-def test_b8_a_million_suffixes_come_and_go_on_a_living_base() -> None:
+def test_a_million_suffixes_come_and_go_on_a_living_base() -> None:
     """Each suffix is stored behind a block of the base and removed when 2,000 others have come."""
     suffixes, step, warm_up = 1_000_000, 1_000, 100_000
     base = names(0, 512)
@@ -106,7 +106,7 @@ def test_b8_a_million_suffixes_come_and_go_on_a_living_base() -> None:
     assert index.resident(ONE, Tier.GPU) == index.stats().keys == 0
 
 
-def test_b8_chains_that_are_never_removed_keep_within_the_cap() -> None:
+def test_chains_that_are_never_removed_keep_within_the_cap() -> None:
     """200,000 chains of eight blocks take more than the cap of 256 MiB leaves room for."""
     chains, length, cap = 200_000, 8, 256 * 1024 * 1024
     before = resident_bytes()
@@ -133,7 +133,7 @@ def test_b8_chains_that_are_never_removed_keep_within_the_cap() -> None:
     assert run == length
 
 
-def test_b8_a_million_sessions() -> None:
+def test_a_million_sessions() -> None:
     """Five times as many as there is room for."""
     room, warm_up = 200_000, 500_000
     sessions = Sessions(max_sessions=room, ttl_s=3600.0)

@@ -1,4 +1,4 @@
-"""The index after engines restarted, lost batches or emptied their cache: cases B1 to B3 of what breaks routers."""
+"""The index after engines restarted, lost batches or emptied their cache."""
 
 from __future__ import annotations
 
@@ -45,14 +45,12 @@ async def both_hold(r: Rig) -> None:
     assert await predicted(r, P) == {"w1": WHOLE, "w2": WHOLE}
 
 
-# ---------------------------------------------------------------- B1: restarts
+# ---------------------------------------------------------------- restarts
 
 
 @REPLAYS
 @DIALECTS
-async def test_b1_a_restart_in_place_sends_the_first_request_to_the_other_holder(
-    dialect: Dialect, replay: Replay
-) -> None:
+async def test_a_restart_in_place_sends_the_first_request_to_the_other_holder(dialect: Dialect, replay: Replay) -> None:
     async with rig(2, engine=fast(dialect=dialect, replay=replay)) as r:
         await both_hold(r)
         r.engine("w1").fault(Fault(FaultKind.RESTART))
@@ -69,7 +67,7 @@ async def test_b1_a_restart_in_place_sends_the_first_request_to_the_other_holder
 
 @pytest.mark.parametrize("batches", ["fewer", "more"])
 @DIALECTS
-async def test_b1_a_restart_while_cut_off(dialect: Dialect, batches: str) -> None:
+async def test_a_restart_while_cut_off(dialect: Dialect, batches: str) -> None:
     """The event sockets are closed meanwhile; the new process has published fewer or more batches than the old one."""
     async with rig(2, engine=fast(dialect=dialect)) as r:
         await both_hold(r)
@@ -88,7 +86,7 @@ async def test_b1_a_restart_while_cut_off(dialect: Dialect, batches: str) -> Non
 
 
 @pytest.mark.parametrize("layout", ["new", "old", "off"])
-async def test_b1_a_restart_that_only_the_events_tell_of(layout: str) -> None:
+async def test_a_restart_that_only_the_events_tell_of(layout: str) -> None:
     """The process does not say when it started, and its batches have passed the numbers of the old one at once."""
     async with told(layout=layout) as (r, (events,)):
         old = set(range(1, 6))
@@ -109,7 +107,7 @@ async def test_b1_a_restart_that_only_the_events_tell_of(layout: str) -> None:
         await believed(r, prompt(1, 1), {"w1": 0})
 
 
-# ---------------------------------------------------------------- B2: lost batches
+# ---------------------------------------------------------------- lost batches
 
 
 SMALL = 120 * BLOCK
@@ -137,7 +135,7 @@ async def lose_five(r: Rig, *, for_good: bool = False) -> list[list[int]]:
 
 @pytest.mark.parametrize("replay", [Replay.OLD, Replay.NEW])
 @DIALECTS
-async def test_b2_lost_batches_are_repaired_by_replay(dialect: Dialect, replay: Replay) -> None:
+async def test_lost_batches_are_repaired_by_replay(dialect: Dialect, replay: Replay) -> None:
     async with rig(1, engine=fast(dialect=dialect, replay=replay, kv_tokens=SMALL)) as r:
         prompts = await lose_five(r)
         prompts.append(prompt(50, 10))
@@ -157,7 +155,7 @@ async def test_b2_lost_batches_are_repaired_by_replay(dialect: Dialect, replay: 
 
 @pytest.mark.parametrize("replay", ["off", "trimmed", "gone"])
 @DIALECTS
-async def test_b2_lost_batches_without_replay_leave_no_stale_credit(dialect: Dialect, replay: str) -> None:
+async def test_lost_batches_without_replay_leave_no_stale_credit(dialect: Dialect, replay: str) -> None:
     layout = Replay.OFF if replay == "off" else Replay.NEW
     kept = 1 if replay == "trimmed" else 10_000
     async with rig(1, engine=fast(dialect=dialect, replay=layout, buffer_steps=kept, kv_tokens=SMALL)) as r:
@@ -176,7 +174,7 @@ async def test_b2_lost_batches_without_replay_leave_no_stale_credit(dialect: Dia
         assert await ask(r, later) == ("w1", 10 * BLOCK, 10 * BLOCK)
 
 
-def test_b2_a_replay_endpoint_that_never_answers_is_asked_six_times_a_minute_at_most() -> None:
+def test_a_replay_endpoint_that_never_answers_is_asked_six_times_a_minute_at_most() -> None:
     index = KvIndex()
     index.bind(Slot(0), block_size=BLOCK)
     follower = Follower(index, Slot(0), can_replay=True)
@@ -195,7 +193,7 @@ def test_b2_a_replay_endpoint_that_never_answers_is_asked_six_times_a_minute_at_
 
 
 @DIALECTS
-async def test_b2_two_ranks_never_give_a_false_gap(dialect: Dialect) -> None:
+async def test_two_ranks_never_give_a_false_gap(dialect: Dialect) -> None:
     async with rig(1, engine=fast(dialect=dialect, data_parallel_size=2)) as r:
         for number in range(20):
             await ask(r, prompt(number, 4))
@@ -207,11 +205,11 @@ async def test_b2_two_ranks_never_give_a_false_gap(dialect: Dialect) -> None:
         assert await metric(r, "kvgate_kv_event_resets_total") == 0
 
 
-# ---------------------------------------------------------------- B3: emptied caches
+# ---------------------------------------------------------------- emptied caches
 
 
 @DIALECTS
-async def test_b3_a_clear_that_is_told(dialect: Dialect) -> None:
+async def test_a_clear_that_is_told(dialect: Dialect) -> None:
     async with rig(2, engine=fast(dialect=dialect)) as r:
         await both_hold(r)
         r.engine("w1").fault(Fault(FaultKind.CLEAR))
@@ -219,7 +217,7 @@ async def test_b3_a_clear_that_is_told(dialect: Dialect) -> None:
         assert await ask(r, P) == ("w2", WHOLE, WHOLE)
 
 
-async def test_b3_a_restart_that_shows_in_the_uptime_only() -> None:
+async def test_a_restart_that_shows_in_the_uptime_only() -> None:
     """No event can tell: the sockets stay closed. SGLang does not say when its process started."""
     async with rig(2) as r:
         await both_hold(r)
@@ -231,7 +229,7 @@ async def test_b3_a_restart_that_shows_in_the_uptime_only() -> None:
 
 @pytest.mark.parametrize("holders", [1, 2])
 @DIALECTS
-async def test_b3_a_cache_emptied_without_a_sign(dialect: Dialect, holders: int) -> None:
+async def test_a_cache_emptied_without_a_sign(dialect: Dialect, holders: int) -> None:
     """Two requests go wrong at most; both are counted with their cause, and hits bring the trust back."""
     prompts = [prompt(n, 20) for n in range(12)]
     async with rig(2, engine=fast(dialect=dialect)) as r:

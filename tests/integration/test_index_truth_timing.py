@@ -1,4 +1,4 @@
-"""Events that come late or never: cases B9 and B10 of what breaks routers. The flood of B10 is a file of its own."""
+"""Events that come late or never. The flood at the start is a file of its own."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def end_promises(r: Rig) -> None:
     r.gateway.router.expire(r.gateway.clock() + 601)
 
 
-# ---------------------------------------------------------------- B9: late and never
+# ---------------------------------------------------------------- late and never
 
 
 @DIALECTS
-async def test_b9_events_later_than_the_answer_confirm_the_promise(dialect: Dialect) -> None:
+async def test_events_later_than_the_answer_confirm_the_promise(dialect: Dialect) -> None:
     async with rig(3, engine=fast(dialect=dialect), settings=LONG_TTL) as r:
         for engine in r.engines:
             engine.fault(Fault(FaultKind.HOLD))
@@ -53,7 +53,7 @@ async def test_b9_events_later_than_the_answer_confirm_the_promise(dialect: Dial
 
 
 @DIALECTS
-async def test_b9_a_promise_that_is_never_confirmed_ends_once(dialect: Dialect) -> None:
+async def test_a_promise_that_is_never_confirmed_ends_once(dialect: Dialect) -> None:
     async with rig(2, engine=fast(dialect=dialect), settings=LONG_TTL) as r:
         for engine in r.engines:
             engine.fault(Fault(FaultKind.HOLD))
@@ -67,7 +67,7 @@ async def test_b9_a_promise_that_is_never_confirmed_ends_once(dialect: Dialect) 
 
 
 @DIALECTS
-async def test_b9_an_answer_aborted_before_its_first_byte_leaves_no_promise(dialect: Dialect) -> None:
+async def test_an_answer_aborted_before_its_first_byte_leaves_no_promise(dialect: Dialect) -> None:
     async with rig(2, engine=fast(dialect=dialect, speed=0.01), settings=LONG_TTL) as r:
         sending = asyncio.create_task(r.http.post(COMPLETIONS, json=body(P, stream=True)))
         await until(lambda: r.gateway.index.stats().speculative == 40)
@@ -79,7 +79,7 @@ async def test_b9_an_answer_aborted_before_its_first_byte_leaves_no_promise(dial
 
 
 @DIALECTS
-async def test_b9_an_answer_aborted_after_its_first_byte_is_confirmed_by_events(dialect: Dialect) -> None:
+async def test_an_answer_aborted_after_its_first_byte_is_confirmed_by_events(dialect: Dialect) -> None:
     async with rig(2, engine=fast(dialect=dialect, speed=10), settings=LONG_TTL) as r:
         async with r.http.stream("POST", COMPLETIONS, json=body(P, stream=True, max_tokens=1000)) as answer:
             home = answer.headers["x-kvgate-worker"]
@@ -91,10 +91,10 @@ async def test_b9_an_answer_aborted_after_its_first_byte_is_confirmed_by_events(
         assert await ask(r, P) == (home, WHOLE, WHOLE)
 
 
-# ---------------------------------------------------------------- B10: a start that does not catch up
+# ---------------------------------------------------------------- a start that does not catch up
 
 
-async def test_b10_ready_after_the_configured_limit_though_not_caught_up() -> None:
+async def test_ready_after_the_configured_limit_though_not_caught_up() -> None:
     """A replay endpoint that takes requests and never answers."""
 
     async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

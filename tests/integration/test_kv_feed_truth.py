@@ -1,5 +1,5 @@
 """The feed against a real publisher where it could be deceived: repairs under live events, cuts, ranks that share an
-address, giant batches (failure cases B1, B2, B10)."""
+address, giant batches."""
 
 from __future__ import annotations
 

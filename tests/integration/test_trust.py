@@ -36,7 +36,7 @@ async def misses(r: Rig, cause: str | None = None) -> float:
 
 
 @pytest.mark.parametrize("replay", [Replay.NEW, Replay.OFF])
-async def test_b3_a_cache_emptied_without_a_sign_costs_two_requests(replay: Replay) -> None:
+async def test_a_cache_emptied_without_a_sign_costs_two_requests(replay: Replay) -> None:
     """One worker, so that every request meets the emptied cache."""
     async with rig(1, engine=fast(replay=replay)) as r:
         await warmed(r, "w1")
@@ -58,7 +58,7 @@ async def test_b3_a_cache_emptied_without_a_sign_costs_two_requests(replay: Repl
         assert await misses(r) == 2
 
 
-async def test_b3_the_prompts_computed_anew_are_known_after_the_replay() -> None:
+async def test_the_prompts_computed_anew_are_known_after_the_replay() -> None:
     async with rig(1) as r:
         await warmed(r, "w1")
         r.engines[0].fault(Fault(FaultKind.CLEAR, silent=True))
@@ -70,7 +70,7 @@ async def test_b3_the_prompts_computed_anew_are_known_after_the_replay() -> None
             assert answered.predicted == answered.delivered == WHOLE
 
 
-async def test_b3_another_holder_gets_the_requests() -> None:
+async def test_another_holder_gets_the_requests() -> None:
     async with rig(2, engine=fast(speed=1.0)) as r:
         await warmed(r, "w1", "w2")
         r.engine("w1").fault(Fault(FaultKind.CLEAR, silent=True))
@@ -94,7 +94,7 @@ async def test_one_emptied_prompt_among_hits_changes_little() -> None:
         assert await metric(r, "kvgate_index_relearned_total", worker="w1") == 0
 
 
-async def test_b7_a_worker_that_never_delivers_what_it_announces_is_named() -> None:
+async def test_a_worker_that_never_delivers_what_it_announces_is_named() -> None:
     """Its events are another engine's, as behind a wrong port."""
     async with told() as (r, (events,)):
 
@@ -121,7 +121,7 @@ async def test_b7_a_worker_that_never_delivers_what_it_announces_is_named() -> N
         assert await misses(r, "identity") == 1
 
 
-async def test_b7_hits_that_nobody_announced_are_named() -> None:
+async def test_hits_that_nobody_announced_are_named() -> None:
     async with told(settings={"routing": {"speculative_ttl_s": 0.01}}) as (r, (events,)):
         events.publish(stored([1], prompt(1, 1)))
         await until(lambda: trust(r).feed is TrustState.TRUSTED)

@@ -139,7 +139,7 @@ def test_a_long_queue_outweighs_a_hit() -> None:
 
 
 def test_siblings_of_a_new_prefix_stay_together_before_any_event() -> None:
-    """C3 without events: 200 requests at once, one new prefix of 256 blocks, unique suffixes."""
+    """Without events: 200 requests at once, one new prefix of 256 blocks, unique suffixes."""
     bench, rng = Bench(4), Random(3)
     prefix = words(rng, 256 * SIZE)
     leases = [bench.route(prefix + words(rng, 64), number * 1e-4) for number in range(200)]

@@ -1,4 +1,4 @@
-"""Where a feed must not be believed: restarts in every disguise, silence, loss (failure case B1)."""
+"""Where a feed must not be believed: restarts in every disguise, silence, loss."""
 
 from __future__ import annotations
 

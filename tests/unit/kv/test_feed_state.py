@@ -1,4 +1,4 @@
-"""The feed's state machine: start, gaps, restarts, replays that stop early, bounds (failure case B2, basics of B1)."""
+"""The feed's state machine: start, gaps, restarts, replays that stop early, bounds."""
 
 from __future__ import annotations
 

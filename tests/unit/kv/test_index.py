@@ -1,4 +1,4 @@
-"""The index: what stores, removals, clears and purges do to overlaps (failure cases B4, B5 and the basics of B2)."""
+"""The index: what stores, removals, clears and purges do to overlaps."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def apply(index: KvIndex, slot: Slot, *events: KvEvent, rank: int = 0) -> Applie
     return index.apply(slot, rank, events)
 
 
-# ---------------------------------------------------------------- stores and removals (B4)
+# ---------------------------------------------------------------- stores and removals
 
 
 def test_a_child_continues_its_parent(index: KvIndex) -> None:
@@ -204,7 +204,7 @@ def test_a_block_size_below_one_is_refused() -> None:
         KvIndex().bind(A, block_size=0)
 
 
-# ---------------------------------------------------------------- orphans (B5)
+# ---------------------------------------------------------------- orphans
 
 
 def test_an_orphan_predicts_nothing_until_its_head_is_announced(index: KvIndex) -> None:

@@ -107,7 +107,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_a_hot_prefix_spreads_under_load_and_comes_together_again() -> None:
-    """C2: everybody shares 4,000 tokens that one of 8 workers holds first; 20 s open loop at 70 %, then calm."""
+    """Everybody shares 4,000 tokens that one of 8 workers holds first; 20 s open loop at 70 %, then calm."""
     rng, block, shared = Random(5), 64, tuple(range(1, 63))
     turns = [Turn(0, 0.0, 4000, 20, shared)]
     at, fresh = 2.0, 1000
