@@ -159,12 +159,11 @@ function drawPrefixes({ applications, prefixes }) {
   const hottest = new Map(prefixes.toReversed().map((prefix) => [prefix.head, prefix]));
   table("prefixes", ["application", "model", "prompts", "usually shared", "lost to drift", "held by"], applications.slice(0, 10).map((seen) => [
     seen.head.slice(0, 8), seen.model, number(seen.prompts), seen.stable_tokens === null ? "–" : `${number(seen.stable_tokens)} tokens`,
-    element("span", percent(seen.drift_share), { class: seen.drift_share > 0.1 ? "warn" : null }), `${hottest.get(seen.head)?.workers.length ?? 0} workers`,
+    element("span", percent(seen.drift_share), { class: seen.drift_share > 0.1 ? "warn" : null }), hottest.has(seen.head) ? `${hottest.get(seen.head).workers.length} workers` : "–",
   ]), "Nothing to show yet.");
 }
 
-// Terms that are 0 for most requests.
-const others = ({ repeat_s, adapter_s, idle_s }) => repeat_s + adapter_s - idle_s;
+const loads = (terms) => terms.decode_s + terms.evict_s + terms.kv_s + terms.repeat_s + terms.adapter_s;
 
 // What makes up a candidate's cost, side by side on one scale.
 function termsBar(terms, most) {
@@ -173,7 +172,7 @@ function termsBar(terms, most) {
   svg.setAttribute("viewBox", "0 0 100 8");
   svg.setAttribute("preserveAspectRatio", "none");
   let at = 0;
-  for (const [name, value] of [["own", terms.own_s], ["wait", terms.wait_s], ["rest", terms.decode_s + terms.evict_s + terms.kv_s + others(terms)]]) {
+  for (const [name, value] of [["own", terms.own_s], ["wait", terms.wait_s], ["rest", loads(terms)]]) {
     const part = document.createElementNS("http://www.w3.org/2000/svg", "rect");
     const width = most > 0 ? (100 * Math.max(0, value)) / most : 0;
     for (const [key, given] of Object.entries({ x: at, y: 0, width, height: 8, class: name })) part.setAttribute(key, given);
@@ -184,14 +183,14 @@ function termsBar(terms, most) {
 }
 
 function candidates(decision) {
-  const most = Math.max(...decision.candidates.map(({ terms }) => terms.own_s + terms.wait_s + terms.decode_s + terms.evict_s + terms.kv_s + others(terms)));
+  const most = Math.max(...decision.candidates.map(({ terms }) => terms.own_s + terms.wait_s + loads(terms)));
   const ordered = [...decision.candidates].sort((a, b) => a.terms.cost - b.terms.cost);
-  const heads = ["worker", "overlap", "trust", "cost", "own", "wait", "decode", "evict", "KV", "others", "session", ""];
+  const heads = ["worker", "overlap", "trust", "cost", "own", "wait", "decode", "evict", "KV", "repeat", "adapter", "credits", ""];
   const rows = ordered.map(({ worker, overlap_tokens, trust, terms }) => element("tr", null, { class: worker === decision.worker ? "chosen" : null },
-    ...[worker, number(overlap_tokens), percent(trust), ...[terms.cost, terms.own_s, terms.wait_s, terms.decode_s, terms.evict_s, terms.kv_s, others(terms)].map(seconds),
-      terms.affinity_s ? `−${seconds(terms.affinity_s)}` : ""].map((text) => element("td", text)),
+    ...[worker, number(overlap_tokens), percent(trust), ...[terms.cost, terms.own_s, terms.wait_s, terms.decode_s, terms.evict_s, terms.kv_s, terms.repeat_s, terms.adapter_s].map(seconds),
+      terms.affinity_s + terms.idle_s ? `−${seconds(terms.affinity_s + terms.idle_s)}` : ""].map((text) => element("td", text)),
     element("td", null, {}, termsBar(terms, most))));
-  const excluded = decision.excluded.map(([worker, why]) => element("tr", null, { class: "quiet" }, element("td", worker), element("td", `not asked: ${why}`, { colspan: 11, class: "words" })));
+  const excluded = decision.excluded.map(([worker, why]) => element("tr", null, { class: "quiet" }, element("td", worker), element("td", `not asked: ${why}`, { colspan: 12, class: "words" })));
   return element("div", null, { class: "scroll" }, element("table", null, {},
     element("thead", null, {}, element("tr", null, {}, ...heads.map((text) => element("th", text, { scope: "col" })))),
     element("tbody", null, {}, ...rows, ...excluded)));
