@@ -249,6 +249,7 @@ def _admin_schema() -> dict[str, typing.Any]:
     router = Router(Fleet(), KvIndex(), make_policy("random", rng=Random(0)), rng=Random(0))
     views = AdminViews(
         router=router,
+        admission=nothing,
         readings=nothing,
         exposition=nothing,
         hasher=nothing,

@@ -28,6 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from operator import add
 from typing import Protocol
 
@@ -62,6 +63,15 @@ class AdmissionSettings:
     hold_s: float = 0.2
     queue_size: int = 1000
     queue_timeout_s: float = 60.0
+
+
+class WaitsFor(StrEnum):
+    """Why a request is not placed at once: others wait already, no worker it may have has room, or its best worker is
+    busy for longer than requests are held for."""
+
+    QUEUE = "queue"
+    ROOM = "room"
+    WAIT = "wait"
 
 
 class Waiter(Protocol):
@@ -131,7 +141,7 @@ class Admission:
         """
         choice = self._router.consider(request, blocks, now)
         pool = choice.pool
-        if not (self.held and self._waiting(pool.name)) and self._may_go(request, choice):
+        if self.waits_for(request, choice) is None:
             waiter.placed(self._router.reserve(choice, request, blocks, now))
             return None
         ticket = self._ticket(choice, request, blocks, now, until, waiter)
@@ -154,6 +164,17 @@ class Admission:
             return None
         self._wake()
         return ticket
+
+    def waits_for(self, request: InferenceRequest, choice: Choice) -> WaitsFor | None:
+        """What a request would wait for, were it admitted now; None: it would be placed at once."""
+        if request.endpoint in _NO_WORK:
+            return None
+        if self.held and self._waiting(choice.pool.name):
+            return WaitsFor.QUEUE
+        if choice.worker.full:
+            return WaitsFor.ROOM
+        busy = choice.wait_s > self.settings.hold_s and self._holds(choice.pool)
+        return WaitsFor.WAIT if busy else None
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits with it any more; one that has been told is ignored."""
@@ -213,11 +234,6 @@ class Admission:
     def _waiting(self, pool: str) -> bool:
         line = self._lines.get(pool)
         return line is not None and len(line) > 0
-
-    def _may_go(self, request: InferenceRequest, choice: Choice) -> bool:
-        if request.endpoint in _NO_WORK:
-            return True
-        return not choice.worker.full and (choice.wait_s <= self.settings.hold_s or not self._holds(choice.pool))
 
     def _holds(self, pool: Pool) -> bool:
         """Rule 2: requests are held because of waits."""

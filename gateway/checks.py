@@ -56,6 +56,11 @@ class Basis(NamedTuple):
         told = len(self.blocks.chains[0].keys) - self.promised
         return min(self.decision.predicted_tokens, told * self.blocks.block_size + self.slow)
 
+    @property
+    def only_promised(self) -> int:
+        """The other part: what was sent to the worker a moment ago, in tokens. None where keys of text tell."""
+        return 0 if self.mark is None else self.decision.predicted_tokens - self.announced
+
 
 class Checks:
     """Holds what was delivered against what the index had said."""

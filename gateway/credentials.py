@@ -11,7 +11,7 @@ import hashlib
 import re
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
@@ -41,6 +41,12 @@ class KeySettings(BaseModel):
     )
     requests_per_minute: Rate | None = Field(None, description="Requests a minute; none: no limit.")
     tokens_per_minute: Rate | None = Field(None, description="Prompt and answer tokens a minute; none: no limit.")
+
+    best_class: Literal["high", "normal", "low"] = Field(
+        "normal",
+        description="Best priority class of its requests (docs/concepts/queue.md): one that asks for a better is "
+        "treated as of this one, so that no client passes the others by writing `priority: -1`.",
+    )
 
     @field_validator("hash")
     @classmethod

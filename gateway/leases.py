@@ -266,6 +266,7 @@ class Lease:
             prompt_tokens=prompt_tokens,
             available_tokens=decision.available_tokens,
             predicted_tokens=decision.predicted_tokens,
+            promised_tokens=self.basis.only_promised,
             slow_tokens=decision.slow_tokens,
             delivered_tokens=delivered,
             completion_tokens=usage.completion_tokens if usage is not None else None,

@@ -115,7 +115,7 @@ class InferenceRequest:
     `stream_options` is the client's object, `body_bytes` the length of the body. `labels` are those of the workers it
     may go to, None for any. `adapters` are named in the body beside the model, as SGLang takes them (`lora_path`).
     `engine_session`: the body itself names a session for the engine. `extra_key` is SGLang's own separation of cached
-    prompts, which other engines do not read.
+    prompts, which other engines do not read. `priority_taken`: its body asks for a better priority than its key allows.
     """
 
     endpoint: Endpoint
@@ -136,6 +136,7 @@ class InferenceRequest:
     adapters: tuple[str, ...] = ()
     engine_session: bool = False
     extra_key: str | None = None
+    priority_taken: bool = False
 
 
 # --------------------------------------------------------------------------- prefix blocks
@@ -488,6 +489,8 @@ class Outcome:
     prompt_tokens: int = 0
     available_tokens: int = 0
     predicted_tokens: int = 0
+    promised_tokens: int = 0
+    """The part of `predicted_tokens` that rests on what was sent there a moment ago: no event has told of it yet."""
     delivered_tokens: int | None = None
     completion_tokens: int | None = None
     missed_tokens: int = 0

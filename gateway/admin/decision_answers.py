@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from gateway.admin.answer import Answer, example
+from gateway.admission import WaitsFor
 from gateway.leases import Recent
 from gateway.pool.misses import Forgone, forgone
 from gateway.records import Decision, MissCause, Outcome, Result
@@ -132,9 +133,12 @@ class DecisionAnswer(Answer):
     """Workers that were not considered, each with the reason."""
     outcome: OutcomeAnswer | None = None
     """Null while the request runs, and of an explanation."""
+    would_wait: WaitsFor | None = None
+    """Of an explanation: what the request would wait for at the gateway now. queue: others wait already; room: no
+    worker it may have has room; wait: its best worker is busy for longer than requests are held for. Null: nothing."""
 
     @classmethod
-    def of(cls, recent: Recent, now: float) -> DecisionAnswer:
+    def of(cls, recent: Recent, now: float, would_wait: WaitsFor | None = None) -> DecisionAnswer:
         """A decision, with its outcome once there is one. Near-ties are broken at random, so the chosen worker need
         not have the lowest cost to the last digit; it comes first all the same."""
         decision: Decision = recent.decision
@@ -168,6 +172,7 @@ class DecisionAnswer(Answer):
             ],
             excluded=list(decision.excluded),
             outcome=OutcomeAnswer.of(recent.outcome) if recent.outcome is not None else None,
+            would_wait=would_wait,
         )
 
 

@@ -122,7 +122,8 @@ def decision_routes(views: AdminViews) -> APIRouter:
                 await asyncio.to_thread(work.encode)
             blocks = work.blocks()
         now = views.clock()
-        return DecisionAnswer.of(Recent(views.router.explain(asked, blocks, now)), now)
+        choice = views.router.consider(asked, blocks, now)
+        return DecisionAnswer.of(Recent(choice.decision), now, views.admission.waits_for(asked, choice))
 
     return routes
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from gateway.admin.state_answers import ConfigAnswer, Readiness
+from gateway.admission import Admission
 from gateway.prefix import PromptHasher
 from gateway.records import WorkerId, WorkerSpec
 from gateway.router import Router
@@ -36,6 +37,7 @@ class AdminViews:
     """
 
     router: Router
+    admission: Admission
     readings: Readings
     exposition: Exposition
     hasher: Callable[[str], PromptHasher | None]

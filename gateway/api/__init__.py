@@ -1,7 +1,7 @@
 """The client API: what the gateway reads of a request body, and the changes it makes to it.
 
 Face: `parse_request`, `ask_for_model`, `ask_for_usage`, `ask_for_rank`, `ask_for_salt`,
-`ask_for_session`. Answers and errors are written by `edge`.
+`ask_for_session`, `ask_for_usual_priority`. Answers and errors are written by `edge`.
 """
 
 from gateway.api.request import (
@@ -10,7 +10,16 @@ from gateway.api.request import (
     ask_for_salt,
     ask_for_session,
     ask_for_usage,
+    ask_for_usual_priority,
     parse_request,
 )
 
-__all__ = ["ask_for_model", "ask_for_rank", "ask_for_salt", "ask_for_session", "ask_for_usage", "parse_request"]
+__all__ = [
+    "ask_for_model",
+    "ask_for_rank",
+    "ask_for_salt",
+    "ask_for_session",
+    "ask_for_usage",
+    "ask_for_usual_priority",
+    "parse_request",
+]

@@ -80,6 +80,7 @@ def parse_request(
     tenant: str | None = None,
     salted: bool = False,
     labels: frozenset[str] | None = None,
+    least_priority: int | None = None,
 ) -> InferenceRequest:
     """Read a request body.
 
@@ -87,6 +88,7 @@ def parse_request(
     `priority` over the header's (as in vLLM: lower is served first). `usage_asked` is also true where a stream has
     its usage without being asked (every endpoint but chat and completions). `salted`: the request's cache salt becomes
     one of its tenant's own, as `ask_for_salt` writes it into the body. `labels` are those of workers its key allows.
+    A better priority than `least_priority` becomes that one; None: any is fine.
 
     Raises BadRequest: not UTF-8, not JSON, nested too deeply, not an object, or a field of the gateway's is wrong.
     """
@@ -103,6 +105,9 @@ def parse_request(
         options = _stream_options(fields)
         usage_asked = options is not None and options.get("include_usage") is True
     body_priority = _whole(fields, "priority", None)
+    if body_priority is not None:
+        priority = body_priority
+    lowered = least_priority is not None and priority < least_priority
     if session is None and affinity_field is not None:
         session = _session(fields.get(affinity_field))
     sampling = _sampling(fields) if endpoint is Endpoint.GENERATE else fields
@@ -124,7 +129,8 @@ def parse_request(
         session=session,
         tenant=tenant,
         cache_salt=salt,
-        priority=priority if body_priority is None else body_priority,
+        priority=priority if least_priority is None or not lowered else least_priority,
+        priority_taken=lowered and body_priority is not None and body_priority < 0,
         max_tokens=_max_tokens(endpoint, sampling),
         choices=1 if choices is None else choices,
         stream_options=options,
@@ -171,6 +177,16 @@ def ask_for_rank(body: bytes, rank: int) -> bytes:
     end = body.rindex(b"}")
     comma = b"," if body[:end].strip() != b"{" else b""
     return b'%b%b"routed_dp_rank":%d%b' % (body[:end], comma, rank, body[end:])
+
+
+def ask_for_usual_priority(body: bytes, request: InferenceRequest) -> bytes:
+    """The body with priority 0 where it asks for a better one than its key allows, all other bytes as they were: the
+    engine's own queue must not be passed by it either. Of two equal keys the engines take the last, which is this
+    one; any other number than 0 is refused by engines that do not schedule by priority."""
+    if not request.priority_taken:
+        return body
+    end = body.rindex(b"}")
+    return b'%b,"priority":0%b' % (body[:end], body[end:])
 
 
 def ask_for_salt(body: bytes, request: InferenceRequest) -> bytes:

@@ -10,9 +10,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from gateway.admin.decision_answers import DecisionAnswer, TermsAnswer
+from gateway.admission import WaitsFor
 from gateway.cli.admin_port import AdminPort
 from gateway.cli.tables import DASH, columns, console, seconds
 
+_WAITS_FOR = {
+    WaitsFor.QUEUE: "others wait already",
+    WaitsFor.ROOM: "no worker has room",
+    WaitsFor.WAIT: "its best worker is busy for longer than requests are held for (routing.hold_s)",
+}
 _TERMS = tuple(TermsAnswer.model_fields)
 
 
@@ -55,6 +61,8 @@ def show_decision(out: Console, decision: DecisionAnswer) -> None:
         f"predicted hit {decision.predicted_tokens} tokens, best in the pool {decision.available_tokens}{given_up}; "
         "score = alpha*hit - beta*queue - gamma*load, shown as a cost: the lowest wins"
     )
+    if decision.would_wait is not None:
+        out.print(f"[yellow]it would wait at the gateway now[/]: {_WAITS_FOR[decision.would_wait]}")
     ended = decision.outcome
     if ended is not None:
         missed = f", missed {ended.missed_tokens} ({ended.miss_cause})" if ended.missed_tokens else ""

@@ -88,6 +88,7 @@ class Counts:
     requests: float = 0
     available: float = 0
     predicted: float = 0
+    promised: float = 0
     reported: float = 0
     delivered: float = 0
     predictions: float = 0
@@ -142,6 +143,7 @@ def read_counts(metrics: bytes, worker: str) -> Counts:
         requests=total("kvgate_requests_total"),
         available=total("kvgate_available_tokens_total"),
         predicted=total("kvgate_predicted_tokens_total"),
+        promised=total("kvgate_promised_tokens_total"),
         reported=total("kvgate_reported_prompt_tokens_total"),
         delivered=total("kvgate_delivered_tokens_total"),
         predictions=total("kvgate_route_predictions_total"),
@@ -154,7 +156,9 @@ def check_member(member: Member, counts: Counts) -> Iterable[Finding]:
     if member.state not in ("ready", "degraded"):
         yield table.NOT_READY.found(state=member.state, reason=member.reason or "no reason told")
     blocks = sum(member.index_blocks.values())
-    if blocks and counts.requests >= MIN_REQUESTS and not counts.available and not counts.predicted:
+    # A prompt that comes again at once matches what was sent, whatever the worker announced: that shows nothing.
+    matched = counts.predicted > counts.promised or counts.available > counts.predicted
+    if blocks and counts.requests >= MIN_REQUESTS and not matched:
         if counts.delivered:
             said = f", though {counts.delivered:.0f} tokens came from its cache"
             yield table.ZERO_MATCHES.found(blocks=blocks, requests=int(counts.requests), delivered=said)

@@ -74,13 +74,14 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Access:
     """What one API key allows. `models` are served names, `labels` those of workers, None: all; a rate of None is no
-    limit."""
+    limit. `least_priority`: the lowest number its requests' `priority` may be, lower being sooner; None: any."""
 
     tenant: str
     models: frozenset[str] | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     labels: frozenset[str] | None = None
+    least_priority: int | None = None
 
 
 class Tenant:

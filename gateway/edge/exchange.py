@@ -17,7 +17,7 @@ import functools
 import logging
 from typing import Protocol
 
-from gateway.api import ask_for_model, ask_for_salt, ask_for_usage, parse_request
+from gateway.api import ask_for_model, ask_for_salt, ask_for_usage, ask_for_usual_priority, parse_request
 from gateway.edge.attempts import Attempts, result_of
 from gateway.edge.auth import InvalidKey, Visit
 from gateway.edge.body import Body
@@ -189,6 +189,7 @@ class Exchange:
 
     async def _understand(self, body: bytes) -> InferenceRequest:
         edge, notes = self._edge, self._notes
+        access = self._visit.tenant.access if self._visit is not None else None
         parse = functools.partial(
             parse_request,
             self._endpoint,
@@ -198,7 +199,8 @@ class Exchange:
             affinity_field=self._settings.session_field,
             tenant=notes.tenant,
             salted=self._settings.tenant_salt,
-            labels=self._visit.tenant.access.labels if self._visit is not None else None,
+            labels=access.labels if access is not None else None,
+            least_priority=access.least_priority if access is not None else None,
         )
         if len(body) <= self._settings.limits.inline_parse_bytes:
             request = parse()
@@ -240,6 +242,8 @@ class Exchange:
         )
         if settings.tenant_salt:
             body = ask_for_salt(body, request)
+        if request.priority_taken:
+            body = ask_for_usual_priority(body, request)
         if request.model != notes.asked:
             body = ask_for_model(body, request.model)
         if settings.ask_usage:

@@ -16,6 +16,10 @@ KeyTable = dict[bytes, Access]
 """What each key allows, by its digest."""
 
 
+_LEAST = {"high": None, "normal": 0, "low": 1}
+"""Lowest `priority` of each class."""
+
+
 class KeysInForce:
     """`keys` is what requests are checked against, None where no keys are asked for.
 
@@ -84,4 +88,5 @@ def _access(entry: KeySettings) -> Access:
         entry.requests_per_minute,
         entry.tokens_per_minute,
         frozenset(entry.pools) if entry.pools is not None else None,
+        _LEAST[entry.best_class],
     )

@@ -394,6 +394,7 @@ class Gateway:
         GCCollector(registry=process)
         return AdminViews(
             router=self.router,
+            admission=self.edge.turns.admission,
             readings=readings,
             exposition=Exposition(self.metrics, readings, process=process),
             hasher=self.tokenizers.find,

@@ -101,7 +101,7 @@ class AuthSettings(Section):
     keys_file: Path | None = Field(
         None,
         description="YAML file with API keys, hashed; read again when it changes. One list, `keys`, whose entries have "
-        "`hash`, `tenant` and, if limited, `models`, `requests_per_minute`, `tokens_per_minute`.",
+        "`hash`, `tenant`, `best_class` and, if limited, `models`, `requests_per_minute`, `tokens_per_minute`.",
     )
     keys: tuple[KeySettings, ...] = Field(
         (), description="The same entries, beside the file; here `key`, the key itself, may stand for `hash`."

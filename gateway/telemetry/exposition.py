@@ -111,6 +111,7 @@ class Exposition:
         yield from page.family(m.PROMPT_TOKENS, [(s.labels, s.prompt) for s in sent])
         yield from page.family(m.AVAILABLE_TOKENS, [(s.labels, s.available) for s in sent])
         yield from page.family(m.PREDICTED_TOKENS, [(s.labels, s.predicted) for s in sent])
+        yield from page.family(m.PROMISED_TOKENS, [(s.labels, s.promised) for s in sent])
         yield from page.family(m.DELIVERED_TOKENS, [(s.labels, s.delivered) for s in sent])
         yield from page.family(m.REPORTED_PROMPT_TOKENS, [(s.labels, s.reported) for s in sent])
         yield from page.family(m.ROUTE_PREDICTIONS, [((worker,), n) for worker, n in requests.predictions.items()])

@@ -67,6 +67,12 @@ AVAILABLE_TOKENS = _spec(
 PREDICTED_TOKENS = _spec(
     "predicted_tokens_total", Kind.COUNTER, _REQUEST, "Prompt tokens the chosen worker was predicted to hold."
 )
+PROMISED_TOKENS = _spec(
+    "promised_tokens_total",
+    Kind.COUNTER,
+    _REQUEST,
+    "The part of the predicted tokens that rested on what was sent there a moment before, told by no event yet.",
+)
 DELIVERED_TOKENS = _spec(
     "delivered_tokens_total", Kind.COUNTER, _REQUEST, "Prompt tokens the worker reported as taken from its cache."
 )
@@ -361,6 +367,7 @@ METRICS: tuple[MetricSpec, ...] = (
     PROMPT_TOKENS,
     AVAILABLE_TOKENS,
     PREDICTED_TOKENS,
+    PROMISED_TOKENS,
     DELIVERED_TOKENS,
     REPORTED_PROMPT_TOKENS,
     ROUTE_PREDICTIONS,

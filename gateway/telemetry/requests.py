@@ -69,6 +69,7 @@ class RequestSeries:
         "inter_token",
         "labels",
         "predicted",
+        "promised",
         "prompt",
         "reported",
         "seconds",
@@ -82,7 +83,7 @@ class RequestSeries:
         self.seconds = Histogram(REQUEST_BOUNDS)
         self.ttft = Histogram(TTFT_BOUNDS)
         self.inter_token = Histogram(INTER_TOKEN_BOUNDS)
-        self.prompt = self.available = self.predicted = self.delivered = self.reported = 0
+        self.prompt = self.available = self.predicted = self.promised = self.delivered = self.reported = 0
 
 
 class RequestMetrics:
@@ -143,6 +144,7 @@ class RequestMetrics:
         series.prompt += outcome.prompt_tokens
         series.available += outcome.available_tokens
         series.predicted += outcome.predicted_tokens
+        series.promised += outcome.promised_tokens
         delivered = outcome.delivered_tokens
         if delivered is None:
             return

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import findings
 from gateway.admin import AdminSettings, AdminViews, ConfigAnswer, Readiness, admin_app
+from gateway.admission import Admission
 from gateway.errors import FleetFull, WorkerTaken
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
@@ -186,6 +187,7 @@ async def admin(
     app = admin_app(
         AdminViews(
             router=gateway.router,
+            admission=Admission(gateway.router, lambda: None),
             readings=readings,
             exposition=Exposition(gateway.requests, readings, process=CollectorRegistry()),
             hasher=lambda model: gateway.hasher if model == "llama" else None,

@@ -207,3 +207,29 @@ async def test_a_warm_worker_is_waited_for_when_that_is_the_faster() -> None:
         assert (await waiting).headers["x-kvgate-worker"] == home
         assert (await before).headers["x-kvgate-worker"] == home
         await until(r.quiet, within_s=PATIENCE_S)
+
+
+async def test_a_key_decides_how_far_forward_its_requests_may_wait() -> None:
+    """Whoever may not pass others does not, and neither is its worker asked for it."""
+    secret = {name: f"kvg-{name}-" + name[0] * 20 for name in ("high", "normal", "low")}
+    listed = [{"key": key, "tenant": name, "best_class": name} for name, key in secret.items()]
+    del listed[1]["best_class"]  # normal unless said
+    async with rig(1, engine=fast(speed=2.0), settings=ONE | {"auth": {"keys": listed}}) as r:
+
+        async def one(name: str, sent: dict[str, Any]) -> httpx.Response:
+            return await send(r, sent, authorization=f"Bearer {secret[name]}")
+
+        first = asyncio.create_task(one("normal", body(max_tokens=20_000, stream=True)))
+        await until(lambda: any(worker.full for worker in r.gateway.fleet.workers.values()))
+        tasks = []
+        for number, name in enumerate(secret, start=1):
+            tasks.append(asyncio.create_task(one(name, body(priority=-1))))
+            await until(lambda number=number: held(r) == number)  # type: ignore[misc]
+        pool = (await r.admin("/admin/pools"))["pools"][0]
+        assert pool["queued"] == {"high": 1, "normal": 1, "low": 1}
+        told = await r.http.post(r.ports.admin_url + "/admin/explain", params={"path": "/v1/completions"}, json=body())
+        assert told.json()["would_wait"] == "queue"
+        await stop(first)
+        assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 3
+        told = await r.http.post(r.ports.admin_url + "/admin/explain", params={"path": "/v1/completions"}, json=body())
+        assert told.json()["would_wait"] is None

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from gateway.admission import Admission, AdmissionSettings, Ticket
+from gateway.admission import Admission, AdmissionSettings, Ticket, WaitsFor
 from gateway.errors import DeadlineExceeded, GatewayError, NoWorker, QueueFull, QueueTimeout
 from gateway.leases import Lease
 from gateway.policy import make_policy
@@ -325,3 +325,28 @@ def test_another_policy_is_taken_while_requests_wait() -> None:
     hall.router.apply(make_policy("round_robin", rng=Random(1)), hall.router.settings)
     hall.admission.pump(0.1)
     assert waiting.where() is not None
+
+
+def outlook(hall: Hall, tokens: int, now: float = 0.0, **fields: object) -> WaitsFor | None:
+    """What such a request would wait for; asking changes nothing."""
+    asked, blocks = request(**({"stream": True} | fields)), prompt([hall.rng.randrange(1 << 30) for _ in range(tokens)])
+    held, leases = hall.admission.held, hall.router.open_leases
+    told = hall.admission.waits_for(asked, hall.router.consider(asked, blocks, now))
+    assert (hall.admission.held, hall.router.open_leases) == (held, leases)
+    return told
+
+
+def test_what_a_request_would_wait_for() -> None:
+    hall = Hall(1)
+    assert outlook(hall, 500) is None
+    hall.ask(1000)
+    assert outlook(hall, 500) is WaitsFor.WAIT
+    assert outlook(hall, 500, 0.9) is None, "the prefill is nearly over"
+    hall.ask(500)
+    assert outlook(hall, 500) is WaitsFor.QUEUE
+    for endpoint in (Endpoint.TOKENIZE, Endpoint.DETOKENIZE):
+        assert outlook(hall, 5, endpoint=endpoint) is None
+        assert hall.ask(5, endpoint=endpoint)[0].where() is not None, "these never wait"
+    full = Hall(1, max_inflight=1, warm=False)
+    full.ask(10)
+    assert outlook(full, 10) is WaitsFor.ROOM

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api import parse_request
+from gateway.api import ask_for_usual_priority, parse_request
 from gateway.errors import BadRequest
 from gateway.records import ChatPrompt, Endpoint, InferenceRequest, NoPrompt, Prompt, TextPrompt, TokenPrompt
 
@@ -363,3 +363,26 @@ def test_the_key_that_keeps_prompts_apart(endpoint: Endpoint) -> None:
     assert key(["a", "b"]) != key(["ab"]) is not None
     # The tenant's salt is written into it on the native path, and separates there already.
     assert key("a", tenant="t", salted=True) == (None if endpoint is Endpoint.GENERATE else "a")
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "counts", "taken"),
+    [
+        (-1, None, -1, False),  # no limit
+        (-1, -5, -1, False),
+        (-1, 0, 0, True),
+        (-(1 << 70), 0, 0, True),
+        (None, 0, 0, False),
+        (3, 0, 3, False),
+        (0, 1, 1, False),  # in our line only: the engine is told nothing better than usual
+        (-1, 1, 1, True),
+    ],
+)
+def test_a_priority_beyond_what_the_key_allows(asked: int | None, least: int | None, counts: int, taken: bool) -> None:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "}"}], "priority": asked}).encode() + b" "
+    request = parse(body, least_priority=least)
+    assert (request.priority, request.priority_taken) == (counts, taken)
+    sent = ask_for_usual_priority(body, request)
+    assert json.loads(sent) == json.loads(body) | ({"priority": 0} if taken else {})
+    assert sent.startswith(body.rstrip()[:-1])
+    assert taken or sent is body

@@ -37,6 +37,11 @@ def test_a_worker_that_gets_nothing() -> None:
         (Counts(requests=100), ["zero_matches"]),  # whether there were hits is not reported
         (Counts(requests=100, reported=900), []),  # prompts that have nothing in common
         (Counts(requests=19), []),
+        (
+            Counts(requests=100, available=500, predicted=500, promised=500, reported=900, delivered=600),
+            ["zero_matches"],
+        ),
+        (Counts(requests=100, available=500, predicted=500, promised=484, reported=900, delivered=600), []),
         (Counts(requests=100, available=160), []),  # other workers held it
     ],
 )
