@@ -12,6 +12,10 @@ _LONGEST_BACKOFF_S = 10.0
 _STEADY_S = 30.0
 """A task that ran this long before it failed starts again with the first backoff."""
 
+_CANCELLED_AGAIN_S = 2.0
+"""A library may swallow a cancellation (`asyncio.wait_for` of Python 3.11 does, when what it waits for is done at the
+same moment), and whoever waited for such a task's end waited for ever. Longer than any task takes to clean up."""
+
 
 class Supervisor:
     """Background tasks: named, restarted with backoff when they fail, cancelled and awaited on shutdown.
@@ -72,6 +76,8 @@ class Supervisor:
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_CANCELLED_AGAIN_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -45,6 +46,23 @@ async def test_names_are_unique_while_they_run() -> None:
     await tasks.stop("one")
     tasks.start("one", forever)
     await tasks.close()
+    assert tasks.names == []
+
+
+async def test_a_task_in_which_a_cancellation_was_swallowed_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.runtime.supervisor._CANCELLED_AGAIN_S", 0.01)
+    tasks, running = supervisor(), asyncio.Event()
+
+    async def deaf_once() -> None:
+        running.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await forever()
+        await forever()
+
+    tasks.start("deaf", deaf_once)
+    await running.wait()
+    async with asyncio.timeout(20):
+        await tasks.stop("deaf")
     assert tasks.names == []
 
 
