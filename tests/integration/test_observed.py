@@ -95,9 +95,10 @@ async def test_no_panel_is_empty_under_load(tmp_path: Path) -> None:
             pytest.fail(f"empty: {await empty()}")
 
 
-async def calm(seen: Prometheus) -> None:
-    """A quarter of a minute of traffic, half an hour of the rules: nothing is pending."""
-    for _ in range(30):
+async def calm(seen: Prometheus, *, looks: int = 30) -> None:
+    """Traffic, a minute of the rules in each look: nothing is pending. Alerts that compare with the past of half an
+    hour need as much of it."""
+    for _ in range(looks):
         await asyncio.sleep(0.5)
         assert await seen.alerts() == {}
 
@@ -140,7 +141,7 @@ async def test_a_worker_that_loses_what_it_announced_is_told(tmp_path: Path) -> 
         seen,
         _,
     ):
-        await calm(seen)
+        await calm(seen, looks=10)
         task = asyncio.create_task(_forget(running))
         try:
             assert (await fires(seen, "KvgateRouteMissRateHigh"))[0]["worker"] in ("w1", "w2")
