@@ -41,7 +41,8 @@ class Replicas:
             **self.more,
         }
         if self.store is not None:
-            tree["redis"] = {"url": self.store, "timeout_s": 0.5} | tree.get("redis", {})
+            # Long: a store that is slow because the machine is has not failed.
+            tree["redis"] = {"url": self.store, "timeout_s": 10} | tree.get("redis", {})
         return Settings(**tree)
 
     async def add(self, *, wait: bool = True) -> Gateway:
