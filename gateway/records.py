@@ -67,7 +67,8 @@ class Endpoint(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The parts of a chat body that decide its token ids; values are plain JSON (dict, list, str, ...)."""
+    """The parts of a chat body that decide its token ids; values are plain JSON (dict, list, str, ...). `exact_for` are
+    the engines whose chat this is, where they make it of a body of another API; None: it came as it is."""
 
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[Mapping[str, object]] | None = None
@@ -79,6 +80,7 @@ class ChatPrompt:
     documents: Sequence[Mapping[str, object]] | None = None
     reasoning_effort: str | None = None
     chat_template: str | None = None
+    exact_for: frozenset[EngineKind] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Rules:
    others, known or not, are the worker's to judge, and the worker gets the bytes as they came.
 3. A field is a member of the top-level object. Text inside a prompt is never looked at.
 4. Where the body is right but its tokens cannot be told from it, or cached blocks are of no use to it, the prompt is
-   `NoPrompt` with the reason: `endpoint` (converted by the worker first, or never run), `malformed` (the worker will
+   `NoPrompt` with the reason: `endpoint` (never run, or not one prompt), `malformed` (the worker will
    refuse it), `truncated`, `prompt_embeds`, `multimodal`, `session` (continues a prompt that lives on the worker),
    `prompt_logprobs` (the worker computes the whole prompt anew).
 
@@ -25,6 +25,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from gateway.api.converted import of_messages, of_responses
 from gateway.errors import BadRequest
 from gateway.records import (
     ChatPrompt,
@@ -366,6 +367,10 @@ def _prompt(endpoint: Endpoint, fields: Fields, body: bytes) -> Prompt:
             if fields.get("messages") is not None:
                 return _chat(fields, generation_prompt=False)
             return _plain(fields, "input", fields.get("input"), body)
+        case Endpoint.MESSAGES:
+            return of_messages(fields)
+        case Endpoint.RESPONSES:
+            return of_responses(fields)
         case _:
             return NoPrompt("endpoint")
 

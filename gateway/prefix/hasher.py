@@ -8,9 +8,10 @@ Rules:
 1. Blocks of tokens are exact. Where the tokens cannot be known but the text says what is equal, blocks are of the text
    (`prefix.text`, `PrefixMode.APPROXIMATE`), with the reason in a word: `no_tokenizer`, `no_template`, `chat_template`
    (the client brought its own), `volatile` (the template asks for the date and there is no clock), `multimodal`, `text`
-   (lone surrogates), `extra_key` (the engine keeps the prompt apart, and its events do not tell). Else there are none
-   (`PrefixMode.NONE`): `template` (it refuses these messages), `malformed`, `too_large`, or the reason of a `NoPrompt`.
-   Nothing raises for what a client sent.
+   (lone surrogates), `extra_key` (the engine keeps the prompt apart, and its events do not tell), `converted` (the
+   engine makes a chat of a body of another API, and releases differ in it). Else there are none (`PrefixMode.NONE`):
+   `template` (it refuses these messages), `malformed`, `too_large`, or the reason of a `NoPrompt`. Nothing raises for
+   what a client sent.
 2. `encode()` reads the caches and changes none of them; all writes happen in `begin()` and `blocks()`.
 3. Keys depend on adapter and cache salt (`keys.namespace`) and on the tokens before them, on nothing else. SGLang also
    keeps prompts apart by `extra_key`, which is in none of its events and hashes: such a prompt has keys of text, which
@@ -71,7 +72,10 @@ _BYTES_PER_TOKEN = 4
 """For the estimate when the tokens are unknown."""
 
 _APART = "extra_key"
-_BY_TEXT = frozenset({"no_tokenizer", "no_template", "chat_template", "volatile", "multimodal", "text", _APART})
+_CONVERTED = "converted"
+_BY_TEXT = frozenset(
+    {"no_tokenizer", "no_template", "chat_template", "volatile", "multimodal", "text", _APART, _CONVERTED}
+)
 """Why tokens are not known or of no use, where the text will do."""
 
 _RESERVED_KWARGS = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools"})
@@ -240,6 +244,11 @@ class PromptHasher:
             return template.render_open(variables, messages)
         return template.render(variables)
 
+    def knows_chat_of(self, prompt: ChatPrompt) -> bool:
+        """Whether the engine makes this chat of the body. One that tells token ids was asked about a chat, and may have
+        made another one (gpt-oss: of a body of the Responses API)."""
+        return prompt.exact_for is None or (self.known is None and self.engine in prompt.exact_for)
+
     def root(self, adapter: str | None, salt: str | None, block_size: int, special: bool) -> Node:
         """The state in front of a prompt: the namespace's seed, and the tokens that are put before every text.
 
@@ -282,7 +291,7 @@ class PromptHasher:
 
 def tellable(blocks: PrefixBlocks) -> bool:
     """Blocks of one text, media none: an engine's token ids are all that its keys depend on."""
-    text = blocks.mode is PrefixMode.APPROXIMATE and blocks.reason != _APART
+    text = blocks.mode is PrefixMode.APPROXIMATE and blocks.reason not in (_APART, _CONVERTED)
     return text and len(blocks.chains) == 1 and blocks.text_bytes > 0
 
 
@@ -361,7 +370,7 @@ class PrefixWork:
             self._none("too_large")
             return
         if self._apart is not None:
-            self._begin_apart(large=sum(map(len, token_lists)) > CHAIN_INLINE_TOKENS)
+            self._by_text(_APART, large=sum(map(len, token_lists)) > CHAIN_INLINE_TOKENS)
             return
         seed = keys.namespace(adapter, self._request.cache_salt)
         if sum(map(len, token_lists)) > CHAIN_INLINE_TOKENS:
@@ -379,12 +388,11 @@ class PrefixWork:
         if too_many:
             self._none("too_large")
         elif self._apart is not None:
-            self._begin_apart(large=large)
+            self._by_text(_APART, large=large)
+        elif isinstance(prompt, ChatPrompt) and not hasher.knows_chat_of(prompt):
+            self._by_text(_CONVERTED, large=large)
         elif hasher.tokenizer is None:
-            if large:
-                self._later = partial(self._none, "no_tokenizer")
-            else:
-                self._none("no_tokenizer")
+            self._by_text("no_tokenizer", large=large)
         else:
             root = hasher.root(adapter, request.cache_salt, self._block_size, prompt.add_special_tokens)
             if large:
@@ -392,12 +400,11 @@ class PrefixWork:
             else:
                 self._look_up(prompt, hasher.tokenizer, root, in_thread=False)
 
-    def _begin_apart(self, *, large: bool) -> None:
-        """The engine keeps this prompt apart from all whose tokens its events tell."""
+    def _by_text(self, reason: str, *, large: bool) -> None:
         if large:
-            self._later = partial(self._none, _APART)
+            self._later = partial(self._none, reason)
         else:
-            self._none(_APART)
+            self._none(reason)
 
     def _look_up(
         self, prompt: ChatPrompt | TextPrompt, tokenizer: PromptTokenizer, root: Node, *, in_thread: bool

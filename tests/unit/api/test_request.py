@@ -292,8 +292,8 @@ def test_embeddings() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "body", "max_tokens"),
     [
-        (Endpoint.RESPONSES, {"model": "m", "input": "x", "max_output_tokens": 4}, 4),
-        (Endpoint.MESSAGES, {"model": "m", "messages": HELLO, "max_tokens": 5}, 5),
+        (Endpoint.RESPONSES, {"model": "m", "max_output_tokens": 4, "previous_response_id": "resp_1"}, 4),
+        (Endpoint.MESSAGES, {"model": "m", "messages": "hello", "max_tokens": 5}, 5),
         (Endpoint.RERANK, {"model": "m", "query": "q", "documents": ["d"]}, None),
         (Endpoint.SCORE, {"model": "m", "text_1": "a", "text_2": "b"}, None),
         (Endpoint.TOKENIZE, {"prompt": "x"}, None),
@@ -302,7 +302,8 @@ def test_embeddings() -> None:
 )
 def test_endpoints_whose_tokens_are_not_known(endpoint: Endpoint, body: dict[str, Any], max_tokens: int | None) -> None:
     request = parse(body, endpoint)
-    assert request.prompt == NoPrompt("endpoint")
+    reasons = {Endpoint.RESPONSES: "session", Endpoint.MESSAGES: "malformed"}
+    assert request.prompt == NoPrompt(reasons.get(endpoint, "endpoint"))
     assert request.max_tokens == max_tokens
     assert request.usage_asked
 

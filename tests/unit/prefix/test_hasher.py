@@ -11,7 +11,7 @@ import pytest
 
 from gateway import keys
 from gateway.api import parse_request
-from gateway.prefix import BadModelFiles, BadTemplate, PromptHasher
+from gateway.prefix import BadModelFiles, BadTemplate, KnownPrompts, PromptHasher, tellable
 from gateway.prefix.files import read_model_files
 from gateway.prefix.hasher import (
     CHAIN_INLINE_TOKENS,
@@ -48,7 +48,7 @@ def blocks_of(hasher: PromptHasher, request: InferenceRequest, **options: Any) -
     return work.blocks()
 
 
-BY_TEXT = {"multimodal", "chat_template", "text", "no_tokenizer", "no_template", "volatile"}
+BY_TEXT = {"converted", "multimodal", "chat_template", "text", "no_tokenizer", "no_template", "volatile"}
 
 
 def expected(hasher: PromptHasher, request: InferenceRequest, adapter: str | None = None) -> list[list[int]]:
@@ -256,7 +256,27 @@ def test_a_text_of_special_tokens_only_brings_few_pieces(hasher: PromptHasher) -
 
 
 def test_endpoints_without_a_known_prompt(hasher: PromptHasher) -> None:
-    assert reason_of(hasher, request_of(Endpoint.RESPONSES, input="x")) == "endpoint"
+    assert reason_of(hasher, request_of(Endpoint.RERANK, query="x", documents=["y"])) == "endpoint"
+    assert reason_of(hasher, request_of(Endpoint.RESPONSES, input="x", previous_response_id="r")) == "session"
+
+
+def test_bodies_of_other_apis_have_the_blocks_of_the_chat_that_is_made_of_them(
+    hasher: PromptHasher, model_directory: Path
+) -> None:
+    system, question = "You are the assistant of a shop. " * 9, "How do I fix a flat tyre? " * 9
+    same = blocks_of(hasher, chat(system, question))
+    assert len(same.chains[0].keys) > 4
+    blocks = [{"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}]
+    messages = request_of(Endpoint.MESSAGES, system=blocks, messages=[{"role": "user", "content": question}])
+    responses = request_of(Endpoint.RESPONSES, instructions=system, input=question)
+    for request in (messages, responses):
+        assert blocks_of(hasher, request) == same
+        # SGLang makes a chat of its own, and an engine that tells token ids was asked for another one.
+        assert reason_of(PromptHasher.load(model_directory, engine=EngineKind.SGLANG), request) == "converted"
+        assert reason_of(PromptHasher(None, known=KnownPrompts()), request) == "converted"
+    unsure = request_of(Endpoint.RESPONSES, instructions=system, input=question, reasoning={"effort": "low"})
+    assert reason_of(hasher, unsure) == "converted"
+    assert not tellable(blocks_of(hasher, unsure))
 
 
 def test_models_without_files_or_template(model_directory: Path) -> None:
