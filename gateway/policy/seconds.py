@@ -100,7 +100,7 @@ class Seconds:
         own_factor = 1.0 + prices.own_extra
         running_s, mu, kappa = gamma * prices.running_s, gamma * prices.evict, gamma * prices.kv_s
         cold_s = overhead_s + tokens * (token_s + pair_s * tokens / 2)
-        read_s, absent = view.read_s, view.absent
+        read_s = view.read_s
         repeat_token_s = prices.repeat * computing * token_s
         found: list[Row] = []
         add = found.append
@@ -134,10 +134,7 @@ class Seconds:
             if home is not None and worker.id == home:
                 affinity = prices.affinity_s
                 cost -= affinity
-            repeat = idle = adapter = 0.0
-            if absent is not None and absent[position]:
-                adapter = prices.adapter_s * absent[position]
-                cost += adapter
+            repeat = idle = 0.0
             if hit < new_prefix:
                 repeat = slowdown * repeat_token_s * (new_prefix - hit)
                 cost += repeat
@@ -147,5 +144,11 @@ class Seconds:
                 if unpaid_s > 0.0:
                     idle = prices.idle * unpaid_s / slowdown
                     cost -= idle
-            add((cost, saved, wait, own, decode, evict, kv, affinity, repeat, idle, adapter))
+            add((cost, saved, wait, own, decode, evict, kv, affinity, repeat, idle, 0.0))
+        if view.absent is not None:  # seldom, so it costs other requests nothing for each candidate
+            loads_s = [prices.adapter_s * absent for absent in view.absent]
+            found = [
+                Terms(*terms)._replace(cost=terms[0] + load_s, adapter_s=load_s)
+                for terms, load_s in zip(found, loads_s, strict=True)
+            ]
         return found
