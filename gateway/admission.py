@@ -375,6 +375,8 @@ class Admission:
     def _told(self, ticket: Ticket) -> None:
         ticket.waits = False
         self.held -= 1
+        if not self.held:
+            self._deadlines.clear()  # nobody pumps any more: prompts would stay until somebody waits again
 
     # ---------------------------------------------------------------- what clients are told
 

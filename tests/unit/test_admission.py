@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from random import Random
 
@@ -255,6 +257,20 @@ def test_cancelled_tickets_leave_nothing() -> None:
     assert hall.admission.pump(10.0) is None
     assert all(waiter.where() is None and waiter.error is None for waiter, _ in asked)
     assert hall.router.open_leases == 1
+
+
+def test_no_prompt_is_kept_once_nobody_waits() -> None:
+    hall = Hall(1)
+    running, _ = hall.ask(3000)
+    waiter, ticket = hall.ask(100)
+    assert ticket is not None
+    end(running, 3.0)
+    hall.admission.pump(3.0)
+    assert (waiter.where(), hall.admission.held) == ("w0", 0)
+    kept = weakref.ref(waiter)
+    del waiter, ticket
+    gc.collect()
+    assert kept() is None
 
 
 def test_nobody_ready_any_more_is_told_at_once() -> None:
