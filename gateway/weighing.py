@@ -159,7 +159,7 @@ class Scales:
             raw = [0] * len(workers)
         longest = max(raw)
         if longest and overlaps is not None and blocks.text is None:
-            computing = overlaps.computing(slots, longest)
+            computing = overlaps.computing(longest)
             if computing:
                 ask = ask._replace(computing=computing, new_prefix=longest)
         view = self._view(pool, shard, raw, overlaps)

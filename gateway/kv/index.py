@@ -18,7 +18,7 @@ Rules for callers:
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import reduce
 from math import ceil
 from operator import or_
@@ -389,9 +389,9 @@ class KvIndex:
         self._speculative.promise(worker.promises, [_UNKNOWN] * first + list(keys), run, parts, first=first)
         return Speculation(worker.promises, parts)
 
-    def _promises(self, slot: Slot) -> Container[BlockKey]:
+    def _promises(self, slot: Slot) -> Promises:
         worker = self._workers.get(slot)
-        return () if worker is None else worker.promises
+        return Promises(1 << slot) if worker is None else worker.promises
 
     def retract(self, speculation: Speculation) -> None:
         """End a speculation; idempotent, also after its slot was released or bound anew."""

@@ -10,12 +10,13 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate, groupby, repeat
 from operator import and_
 from typing import Final
 
+from gateway.kv.speculation import Promises
 from gateway.kv.tables import TIERS
 from gateway.kv.windows import Windows, resumes_at
 from gateway.records import BlockKey, PrefixBlocks, Slot, Tier
@@ -95,7 +96,7 @@ class Overlaps:
         slots: int,
         *,
         masks: Sequence[Masks],
-        promises: Callable[[Slot], Container[BlockKey]],
+        promises: Callable[[Slot], Promises],
         slow_slots: int,
         spans: Mapping[Slot, int],
         windows: Windows | None = None,
@@ -138,17 +139,18 @@ class Overlaps:
         several chains, and of workers with slower tiers."""
         return None if self._slow or len(self._prefix.chains) != 1 else self._blocks.get(slot, 0)
 
-    def computing(self, slots: Sequence[Slot], tokens: int) -> int:
-        """How many of these workers were promised the block that ends the first `tokens` of the only chain, and hold it
-        not yet; 0 as soon as one holds it, and for several chains."""
+    def computing(self, tokens: int) -> int:
+        """How many candidates were promised the block that ends the first `tokens` of the only chain, and hold it not
+        yet; 0 as soon as one holds it, and for several chains."""
         chains = self._prefix.chains
         if len(chains) != 1:
             return 0
-        key = chains[0].keys[tokens // self._prefix.block_size - 1]
+        at = tokens // self._prefix.block_size - 1
+        key = chains[0].keys[at]
         found = 0
-        for slot in slots:
-            if self._tokens.get(slot, 0) >= tokens:
-                if key not in self._promises(slot):
+        for slot, held in self._tokens.items():
+            if held >= tokens:
+                if not self._promises(slot).promised(key, at):
                     return 0
                 found += 1
         return found
@@ -216,7 +218,7 @@ class Overlaps:
                     continue
                 before = min(length, _usable_blocks(tokens, self._prefix.block_size))
                 usable = self._usable(slot, length, tokens)
-                if windowed and slot not in self._slow and keys[length - 1] not in self._promises(slot):
+                if windowed and slot not in self._slow and not self._promises(slot).promised(keys[length - 1], length - 1):
                     if marked is None and self._windows is not None:
                         marked = self._windows.marked(keys)
                     usable = self._resumable(slot, keys, usable, marked)

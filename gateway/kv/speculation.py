@@ -65,6 +65,21 @@ class Promises:
     def __contains__(self, key: object) -> bool:
         return key in self._keys()
 
+    def promised(self, key: BlockKey, at: int) -> bool:
+        """Whether the key, block number `at` of its chain, is a promise: `in` for decisions, which enters no stretch."""
+        if key in self._by_key:
+            return True
+        if not self._pending:
+            return False
+        ends = self._ends.get(key)
+        if ends is not None and ends in self._pending:
+            return True
+        for stretch in self._pending:
+            place = at - stretch.start
+            if 0 <= place < len(stretch.keys) and stretch.keys[place] == key:
+                return True
+        return False
+
     def get(self, key: BlockKey) -> Stretch | None:
         """The stretch the key is promised in."""
         return self._keys().get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import time
@@ -536,6 +537,33 @@ def test_speculative_blocks_count_until_they_are_retracted(index: KvIndex) -> No
     index.retract(speculation)
     assert held(index, blocks, A) == 2
     assert index.stats().speculative == 0
+
+
+def test_decisions_ask_for_a_promise_without_entering_its_keys() -> None:
+    """`promised` says what `in` would say, at any place of any chain, whatever was announced or taken back before."""
+    rng = random.Random(5)
+    index = KvIndex()
+    index.bind(A, block_size=SIZE)
+    heads = [tokens(12), tokens(6) + tokens(6, start=20), tokens(3) + tokens(9, start=40)]
+    chains = [chain(namespace(), head, SIZE) for head in heads]
+    made = []
+    found = set()
+    for _ in range(400):
+        which, blocks = rng.randrange(3), rng.randrange(1, 13)
+        match rng.randrange(4):
+            case 0 | 1:
+                made.append(index.speculate(A, request(heads[which][: blocks * SIZE])))
+            case 2 if made:
+                index.retract(made.pop(rng.randrange(len(made))))
+            case _:
+                names = [EngineHash(int(key)) for key in chains[which][:blocks]]
+                index.apply(A, 0, [Stored(names, None, heads[which][: blocks * SIZE], SIZE), Removed(names[-2:])])
+        promises = index._promises(A)
+        said = [[promises.promised(key, at) for at, key in enumerate(keys)] for keys in chains]
+        entered = copy.deepcopy(promises)
+        assert said == [[key in entered for key in keys] for keys in chains]
+        found.update(map(tuple, said))
+    assert len(found) > 10
 
 
 def test_two_speculations_on_the_same_blocks_end_separately(index: KvIndex) -> None:
