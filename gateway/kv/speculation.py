@@ -67,12 +67,8 @@ class Promises:
 
     def promised(self, key: BlockKey, at: int) -> bool:
         """Whether the key, block number `at` of its chain, is a promise: `in` for decisions, which enters no stretch."""
-        if key in self._by_key:
-            return True
-        if not self._pending:
-            return False
         ends = self._ends.get(key)
-        if ends is not None and ends in self._pending:
+        if (ends is not None and ends.intact) or key in self._by_key:
             return True
         for stretch in self._pending:
             place = at - stretch.start
