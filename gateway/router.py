@@ -308,7 +308,7 @@ class Router:
             prompt_tokens=blocks.tokens,
             block_size=blocks.block_size,
             mode=blocks.mode,
-            candidates=Candidates([w.id for w in workers], raw, [w.trust for w in workers], rows),
+            candidates=Candidates(found.shard.names, raw, found.trusts, rows),
             excluded=excluded,
             affinity="none" if session is None else self._affinity(home, found, excluded),
             reason=blocks.reason,

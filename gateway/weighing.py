@@ -50,6 +50,7 @@ class Weighed:
     cost: float
     rows: list[Row]
     raw: list[int]
+    trusts: list[float]
     view: View
     overlaps: Overlaps | None
     number: int | None = None
@@ -148,7 +149,7 @@ class Scales:
         adapters: tuple[str, ...],
     ) -> Weighed:
         """The best of these workers for a request with these adapters."""
-        workers, slots, mask = shard
+        workers, slots, mask, _ = shard
         overlaps: Overlaps | None = None
         if blocks.chains:
             overlaps = self._index.overlap(blocks, mask)
@@ -158,27 +159,26 @@ class Scales:
         else:
             raw = [0] * len(workers)
         longest = max(raw)
-        if longest and overlaps is not None and blocks.text is None:
+        # Where all have as much, nobody would compute it again.
+        if longest and overlaps is not None and blocks.text is None and min(raw) < longest:
             computing = overlaps.computing(longest)
             if computing:
                 ask = ask._replace(computing=computing, new_prefix=longest)
-        view = self._view(pool, shard, raw, overlaps)
+        trusts = [worker.trust for worker in workers]
+        view = self._view(pool, shard, raw, trusts, overlaps)
         if adapters:
             view = view._replace(absent=[worker.adapters.absent(adapters) for worker in workers])
         rows = self.policy.score(ask, view, now)
         at = pick(self.policy, view, rows, session=unplaced, rng=self._rng)
-        return Weighed(shard, at, rows[at][0], rows, raw, view, overlaps)
+        return Weighed(shard, at, rows[at][0], rows, raw, trusts, view, overlaps)
 
-    def _view(self, pool: Pool, shard: Shard, raw: list[int], overlaps: Overlaps | None) -> View:
-        workers, slots, mask = shard
-        size = pool.block_size
-        hits = [
-            hit if worker.trust == 1.0 else int(hit * worker.trust) for worker, hit in zip(workers, raw, strict=True)
-        ]
-        held = [
-            blocks * size if worker.kv_capacity else 0
-            for worker, blocks in zip(workers, self._index.gpu_blocks(slots), strict=True)
-        ]
+    def _view(self, pool: Pool, shard: Shard, raw: list[int], trusts: list[float], overlaps: Overlaps | None) -> View:
+        workers, slots, mask, _ = shard
+        if trusts.count(1.0) == len(trusts):  # nearly always
+            hits = raw.copy()
+        else:
+            hits = [int(hit * trust) for hit, trust in zip(raw, trusts, strict=True)]
+        held = self._index.gpu_tokens(slots)
         read_s: list[float] | None = None
         # Asking each overlap for its slow part costs as much as scoring: only where a slower tier holds anything.
         if overlaps is not None and self._index.slow_slots & mask:

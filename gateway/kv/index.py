@@ -487,10 +487,13 @@ class KvIndex:
         """The workers that hold anything in a slower tier, as bits of their slots."""
         return self._placement.slow_slots
 
-    def gpu_blocks(self, slots: Sequence[Slot]) -> list[int]:
-        """Blocks on GPU, announced or learned, for many workers at once, in their order."""
+    def gpu_tokens(self, slots: Sequence[Slot]) -> list[int]:
+        """Tokens in blocks on GPU, announced or learned, for many workers at once, in their order."""
         workers = self._workers
-        return [workers[slot].blocks[0] + workers[slot].learned_blocks if slot in workers else 0 for slot in slots]
+        return [
+            (worker.blocks[0] + worker.learned_blocks) * worker.block_size if (worker := workers.get(slot)) else 0
+            for slot in slots
+        ]
 
     def stats(self) -> IndexStats:
         """Numbers for metrics and the admin port; costs a walk over workers and ranks, not over blocks."""

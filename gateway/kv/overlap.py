@@ -218,7 +218,11 @@ class Overlaps:
                     continue
                 before = min(length, _usable_blocks(tokens, self._prefix.block_size))
                 usable = self._usable(slot, length, tokens)
-                if windowed and slot not in self._slow and not self._promises(slot).promised(keys[length - 1], length - 1):
+                if (
+                    windowed
+                    and slot not in self._slow
+                    and not self._promises(slot).promised(keys[length - 1], length - 1)
+                ):
                     if marked is None and self._windows is not None:
                         marked = self._windows.marked(keys)
                     usable = self._resumable(slot, keys, usable, marked)

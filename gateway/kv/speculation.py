@@ -66,7 +66,7 @@ class Promises:
         return key in self._keys()
 
     def promised(self, key: BlockKey, at: int) -> bool:
-        """Whether the key, block number `at` of its chain, is a promise: `in` for decisions, which enters no stretch."""
+        """Whether the key, block number `at` of its chain, is a promise: `in`, but that it enters no stretch."""
         ends = self._ends.get(key)
         if (ends is not None and ends.intact) or key in self._by_key:
             return True

@@ -34,21 +34,23 @@ class ShardSettings:
 
 
 class Shard(NamedTuple):
-    """Workers that may get requests now and are looked at together: a shard, or the whole pool. `slots` are theirs, in
-    their order, `mask` the same as bits."""
+    """Workers that may get requests now and are looked at together: a shard, or the whole pool. `slots` and `names` are
+    theirs, in their order, `mask` the slots as bits."""
 
     workers: tuple[Worker, ...]
     slots: tuple[Slot, ...]
     mask: int
+    names: tuple[WorkerId, ...]
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> Shard:
         """Those workers."""
         slots = tuple(worker.slot for worker in workers)
-        return cls(tuple(workers), slots, sum(1 << slot for slot in slots))
+        names = tuple(worker.id for worker in workers)
+        return cls(tuple(workers), slots, sum(1 << slot for slot in slots), names)
 
 
-NOBODY = Shard((), (), 0)
+NOBODY = Shard((), (), 0, ())
 
 
 def assign(workers: Sequence[WorkerId], count: int) -> dict[WorkerId, int]:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gateway.pool import WorkerState
-from gateway.records import EngineKind, WorkerId
+from gateway.records import EngineKind, Tier, WorkerId
 from gateway.sim.releases import Dialect
 from gateway.sim.server import EngineSettings, SimulatedWorker
 from gateway.upstream.load_text import parse_metrics, parse_ranks
@@ -47,7 +47,7 @@ async def warm(r: Rig, rank: int, prompt: list[int]) -> None:
 
 
 def blocks(r: Rig, name: WorkerId) -> int:
-    return r.gateway.index.gpu_blocks([r.gateway.fleet.workers[name].slot])[0]
+    return r.gateway.index.resident(r.gateway.fleet.workers[name].slot, Tier.GPU)
 
 
 @BOTH

@@ -50,7 +50,7 @@ def test_a_prefilled_prompt_counts_as_held_by_its_worker_alone() -> None:
     assert held(made, prompt(20)) == [20, 0]
     assert held(made, prompt(30)) == [20, 0]
     assert held(made, prompt(20, seed=1)) == [0, 0]
-    assert (made.learned(A), made.learned(B), made.gpu_blocks([A, B])) == (20, 0, [20, 0])
+    assert (made.learned(A), made.learned(B), made.gpu_tokens([A, B])) == (20, 0, [20 * SIZE, 0])
 
 
 def test_nothing_is_learned_without_settings() -> None:
@@ -168,7 +168,7 @@ def test_a_blocks_tokens_count_towards_the_cache() -> None:
     small = prompt(20)
     large = PrefixBlocks(prompt(10, seed=9).chains, 640, 4 * SIZE, PrefixMode.APPROXIMATE)
     made.remember(A, large, 50 * SIZE, 1.0)
-    assert made.gpu_blocks([A]) == [40]
+    assert made.gpu_tokens([A]) == [40 * SIZE]
     made.remember(A, small, 50 * SIZE, 2.0)
     # 40 blocks of the worker's own for the text, 20 for the tokens: ten too many, so three of the text go.
     assert made.learned(A) == 27
