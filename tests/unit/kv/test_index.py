@@ -547,7 +547,7 @@ def test_decisions_ask_for_a_promise_without_entering_its_keys() -> None:
     heads = [tokens(12), tokens(6) + tokens(6, start=20), tokens(3) + tokens(9, start=40)]
     chains = [chain(namespace(), head, SIZE) for head in heads]
     made = []
-    found = set()
+    found: set[tuple[bool, ...]] = set()
     for _ in range(400):
         which, blocks = rng.randrange(3), rng.randrange(1, 13)
         match rng.randrange(4):
