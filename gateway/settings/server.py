@@ -142,13 +142,23 @@ class TelemetrySettings(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level written.")
     otlp_endpoint: str | None = Field(
         None,
-        pattern=r"^https?://[^\s]+$",
         description="Collector of OpenTelemetry that takes OTLP over HTTP, such as http://collector:4318; none: no "
         "traces. Needs the extra `kvgate[tracing]`.",
     )
     sample_ratio: float = Field(
         0.01, ge=0, le=1, description="Share of the traces that begin here and are recorded; callers decide for theirs."
     )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _base_url(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^\s@]+", value):
+            # Not repeated: it may have a password.
+            raise ValueError(
+                "expected a URL such as http://collector:4318, without a user: a token goes into the variable "
+                "OTEL_EXPORTER_OTLP_HEADERS"
+            )
+        return value
 
 
 def is_loopback(host: str) -> bool:

@@ -60,6 +60,16 @@ def test_the_guide_to_a_decision_has_every_term() -> None:
     assert re.split(r"  +", heads) == ["trust", *(f"{name.removesuffix('_s')} s" for name in TermsAnswer.model_fields)]
 
 
+def test_decisions_have_a_number_each_and_stand_in_the_list() -> None:
+    folder = ROOT / "docs" / "adr"
+    pages = sorted(page.name for page in folder.glob("[0-9]*.md"))
+    assert [int(page[:4]) for page in pages] == list(range(1, len(pages) + 1))
+    listed = re.findall(r"^\| \[(\d+)\]\((\S+)\) \| (.*) \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    assert [page for _, page, _ in listed] == pages
+    for number, page, _ in listed:
+        assert page.startswith(number)
+
+
 def test_tests_that_a_page_names_exist() -> None:
     named = {name for page in PAGES for name in re.findall(r"`(tests/[\w/]+\.py::\w+)`", page.read_text())}
     assert len(named) > 30

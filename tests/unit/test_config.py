@@ -203,6 +203,14 @@ def test_a_token_that_fits_no_header_is_refused_and_not_shown(token: str) -> Non
     assert "hid" not in said
 
 
+@pytest.mark.parametrize("endpoint", ["collector:4318", "https://me:hidden@collector"])
+def test_a_collector_is_a_url_without_secrets(endpoint: str) -> None:
+    """What the configuration holds in clear text is shown on the admin port."""
+    said = problems_of(overrides={"telemetry": {"otlp_endpoint": endpoint}}, environ={})
+    assert said.startswith("telemetry.otlp_endpoint: expected a URL such as")
+    assert "hidden" not in said
+
+
 def test_an_empty_admin_token_is_no_way_to_open_the_port() -> None:
     """An environment variable that was left empty, mostly."""
     with pytest.raises(ConfigError) as error:
