@@ -26,6 +26,7 @@ from collections.abc import Mapping
 import msgspec
 
 from gateway.api.converted import of_messages, of_responses
+from gateway.api.pieces import Pieces
 from gateway.errors import BadRequest
 from gateway.records import (
     ChatPrompt,
@@ -37,7 +38,7 @@ from gateway.records import (
     TokenPrompt,
 )
 
-Fields = dict[str, object]
+Fields = Mapping[str, object]
 
 _decode = msgspec.json.Decoder().decode
 
@@ -65,7 +66,8 @@ _MAX_SESSION_CHARS = 1024
 _COUNTED_FROM_BYTES = 1 << 20
 _SLICE_BYTES = 1 << 20
 _MOST = ((b",", 4_000_000, "commas"), (b"{", 250_000, "objects"), (b"[", 250_000, "lists"), (b'":', 500_000, "keys"))
-"""A value costs the decoder 40 ns, an object or list 200, a key 350: together below half a second."""
+"""A value costs the decoder 40 ns, an object or list 200, a key 350: together below half a second, where all of it
+stands in one field that is read (`gateway.api.pieces`)."""
 
 _ASK = b',"stream_options":{"include_usage":true}'
 
@@ -219,15 +221,24 @@ def _tenant_salt(tenant: str, *given: object) -> str:
 def _object(body: bytes) -> Fields:
     if len(body) > _COUNTED_FROM_BYTES:
         _count(body)
-    try:
-        fields = _decode(body)
-    except RecursionError as error:
-        raise BadRequest("the body is nested too deeply", code="invalid_json") from error
-    except msgspec.MsgspecError:
-        fields = _exact(body)
+        try:
+            return Pieces(body, _value)
+        except (UnicodeDecodeError, RecursionError, msgspec.MsgspecError):
+            pass  # the decoder of the whole has the words for it, or accepts more
+    fields = _value(body)
     if type(fields) is not dict:
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     return fields
+
+
+def _value(text: bytes | msgspec.Raw) -> object:
+    """The whole body, or one value of it."""
+    try:
+        return _decode(text)
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply", code="invalid_json") from error
+    except msgspec.MsgspecError:
+        return _exact(bytes(text))
 
 
 def _count(body: bytes) -> None:
