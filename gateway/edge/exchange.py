@@ -27,17 +27,8 @@ from gateway.edge.locate import locate
 from gateway.edge.notes import Notes, receipts
 from gateway.edge.relay import Relay
 from gateway.edge.responses import InternalError, Overloaded, error_response
-from gateway.errors import (
-    GatewayError,
-    ShuttingDown,
-)
-from gateway.records import (
-    Endpoint,
-    InferenceRequest,
-    PrefixBlocks,
-    Result,
-    StageTimes,
-)
+from gateway.errors import GatewayError, ShuttingDown
+from gateway.records import Endpoint, InferenceRequest, PrefixBlocks, Result, StageTimes
 from gateway.telemetry.tracing import traceparent
 from gateway.upstream.headers import AnswerHead, Headers, request_head
 from gateway.upstream.tokenizing import Untold

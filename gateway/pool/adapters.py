@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from gateway.records import LoadSample
+
 SLOTS = 8
 """Assumed while the worker does not say: SGLang's default. vLLM says."""
 
@@ -20,11 +22,12 @@ MOST_SLOTS = 1024
 class Adapters:
     """Of one worker, by name; the one used last stands last."""
 
-    __slots__ = ("_loaded", "_slots")
+    __slots__ = ("_loaded", "_slots", "_started")
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._slots = SLOTS
+        self._started: float | None = None
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -48,6 +51,14 @@ class Adapters:
         self._slots = max(1, min(slots, MOST_SLOTS))
         self.use(())
 
-    def forget(self) -> None:
-        """The worker has started anew."""
-        self._loaded.clear()
+    def observe(self, sample: LoadSample) -> None:
+        """What the worker says; one that has started anew has none."""
+        started = sample.start_time_unix
+        if started is not None:
+            if self._started is not None and started != self._started:
+                self._loaded.clear()
+            self._started = started
+        if sample.adapter_slots is not None:
+            self.fit(sample.adapter_slots)
+        if sample.adapters:
+            self.use(sample.adapters)

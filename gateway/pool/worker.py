@@ -118,7 +118,6 @@ class Worker:
     _open_output: int = 0
     _polled_kv: int | None = None
     _foreign_seen: float = 0.0
-    _started: float | None = None
     _stored: Flow = field(default_factory=Flow)
 
     def __post_init__(self) -> None:
@@ -356,7 +355,7 @@ class Worker:
             self._others_polled_kv = self.others.kv_tokens
         if before is not None:
             self._observe_hits(before, sample)
-        self._observe_adapters(sample)
+        self.adapters.observe(sample)
         self._observe_foreign(sample, now)
         late = self.pending_s > 0.0 and now - self.head_since > _OVERDUE * self.head_s + _OVERDUE_S
         explained = not late and sample.waiting <= len(self._pending) + self.others.requests
@@ -377,17 +376,6 @@ class Worker:
         hits = (sample.prefix_hits or 0.0) - (before.prefix_hits or 0.0)
         if queries > 0.0 and 0.0 <= hits <= queries:
             self.hit_rate += 0.1 * (hits / queries - self.hit_rate)
-
-    def _observe_adapters(self, sample: LoadSample) -> None:
-        started = sample.start_time_unix
-        if started is not None:
-            if self._started is not None and started != self._started:
-                self.adapters.forget()
-            self._started = started
-        if sample.adapter_slots is not None:
-            self.adapters.fit(sample.adapter_slots)
-        if sample.adapters:
-            self.adapters.use(sample.adapters)
 
     def _observe_foreign(self, sample: LoadSample, now: float) -> None:
         """Work beyond ours, believed once two polls in a row show it: one poll may catch a request between its end on

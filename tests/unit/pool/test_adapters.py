@@ -57,8 +57,6 @@ def test_the_ones_used_last_are_there_as_many_as_fit() -> None:
     assert list(adapters.loaded) == ["a", "c"]
     adapters.fit(0)
     assert list(adapters.loaded) == ["a"]
-    adapters.forget()
-    assert (list(adapters.loaded), adapters.absent(("a",))) == ([], 1)
     adapters = Adapters()
     adapters.use(str(number) for number in range(3 * SLOTS))
     assert len(adapters.loaded) == SLOTS
