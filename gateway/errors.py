@@ -92,8 +92,6 @@ class UnknownModel(ClientError):
         """The error for a client's `model` where `known` are served; a few of them are named."""
         names = sorted(known)
         model = model if len(model) <= _NAME_SHOWN else model[:_NAME_SHOWN] + "..."
-        if not names:
-            return cls(f"model {model!r} is not served: no worker has reported a model yet", param="model")
         shown = ", ".join(names[:_NAMES_SHOWN])
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         return cls(f"model {model!r} is not served; there are {shown}{more}", param="model")
@@ -115,7 +113,7 @@ class RequestTimeout(ClientError):
 
 
 class NoWorker(GatewayError):
-    """The pool exists, but no worker in it may take the request now."""
+    """No worker of the model's pool may take the request now, or none has said yet which models it serves."""
 
     status = 503
     type = "service_unavailable_error"
@@ -125,6 +123,11 @@ class NoWorker(GatewayError):
     def ready(cls, model: str) -> NoWorker:
         """As clients see it; the time to come again is about one probe period."""
         return cls(f"no worker of model {model!r} is ready", retry_after_s=1.0)
+
+    @classmethod
+    def joined(cls) -> NoWorker:
+        """While nobody has joined nothing says that a model is not served: clients would give up for good."""
+        return cls("no worker has reported a model yet", retry_after_s=1.0)
 
 
 class QueueFull(GatewayError):

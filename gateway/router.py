@@ -148,7 +148,8 @@ class Router:
     def pool(self, model: str) -> Pool:
         """The pool that serves `model`; with "" (SGLang's own paths name no model) the only model's.
 
-        Raises UnknownModel, naming a few that are served, and BadRequest for "" among several models.
+        Raises UnknownModel, naming a few that are served, BadRequest for "" among several models, and NoWorker when no
+        worker has joined.
         """
         pools = self.fleet.pools
         pool = pools.get(model)
@@ -158,7 +159,7 @@ class Router:
                 raise BadRequest("model is missing: several models are served here", param="model")
             pool = pools.get(bases.pop()) if bases else None
         if pool is None:
-            raise UnknownModel.among(model, pools)
+            raise UnknownModel.among(model, pools) if pools else NoWorker.joined()
         return pool
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
