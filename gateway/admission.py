@@ -165,6 +165,16 @@ class Admission:
         self._wake()
         return ticket
 
+    def at_once(self, request: InferenceRequest, blocks: PrefixBlocks, now: float) -> Lease | None:
+        """Place it if it need not wait; None: it would have to. For work that is not worth anybody's waiting.
+
+        Raises what `Router.route` raises.
+        """
+        choice = self._router.consider(request, blocks, now)
+        if self.waits_for(request, choice) is not None:
+            return None
+        return self._router.reserve(choice, request, blocks, now)
+
     def waits_for(self, request: InferenceRequest, choice: Choice) -> WaitsFor | None:
         """What a request would wait for, were it admitted now; None: it would be placed at once."""
         if request.endpoint in _NO_WORK:

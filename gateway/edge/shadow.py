@@ -53,7 +53,8 @@ class Shadows:
     def __init__(self, edge: Edge, *, rng: Random, limits: ShadowLimits | None = None) -> None:
         self.limits = limits or ShadowLimits()
         self.results: Counter[str] = Counter()
-        """Copies by result: `answered`, `failed`, `unplaced`, `dropped` (too many or too large)."""
+        """Copies by result: `answered`, `failed`, `unplaced` (nobody serves it, or it would have to wait), `dropped` (too many or
+        too large)."""
         self._edge = edge
         self._rng = rng
         self._waiting: deque[_Copy] = deque()
@@ -87,8 +88,11 @@ class Shadows:
         try:
             pool = edge.router.pool(request.model)
             blocks, _ = await locate(edge, request, pool, body_bytes=len(copy.body))
-            lease = edge.router.route(request, blocks, edge.clock())
+            # Clients' requests come first: a copy takes no turn of theirs.
+            lease = edge.turns.admission.at_once(request, blocks, edge.clock())
         except GatewayError:
+            lease = None
+        if lease is None:
             self.results["unplaced"] += 1
             return
         stream = edge.upstream.open(lease.worker.spec)

@@ -94,5 +94,6 @@ class Routes:
 def _share(key: bytes, version: Version) -> float:
     """Highest wins with a chance in proportion to the weight (rendezvous hashing with weights, Schindelhauer and
     Schomaker, 2005)."""
-    drawn = (xxh3_64_intdigest(version.model.encode("utf-8", "surrogatepass") + b"\x00" + key) + 0.5) / 2.0**64
+    digest = xxh3_64_intdigest(version.model.encode("utf-8", "surrogatepass") + b"\x00" + key)
+    drawn = (digest >> 11 | 1) / 2.0**53  # inside 0..1 for every digest: both ends would have no logarithm
     return -version.weight / math.log(drawn)

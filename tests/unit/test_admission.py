@@ -366,3 +366,18 @@ def test_what_a_request_would_wait_for() -> None:
     full = Hall(1, max_inflight=1, warm=False)
     full.ask(10)
     assert outlook(full, 10) is WaitsFor.ROOM
+
+
+def test_what_must_not_wait_is_placed_at_once_or_not_at_all() -> None:
+    hall = Hall(1)
+    copy = request(stream=True)
+    lease = hall.admission.at_once(copy, prompt([1] * 1000), 0.0)
+    assert lease is not None
+    assert hall.admission.at_once(copy, prompt([2] * 1000), 0.0) is None, "the worker is busy for a second"
+    waiting, ticket = hall.ask(1000)
+    assert ticket is not None
+    lease.settle(Ending(Result.COMPLETED, 200, 1.0, Usage(10, 1, 0)), started_at=0.0, stages=StageTimes())
+    assert hall.admission.at_once(copy, prompt([3] * 1000), 1.0) is None, "somebody waits"
+    hall.admission.pump(1.0)
+    assert waiting.where() == "w0"
+    assert hall.router.open_leases == 1
