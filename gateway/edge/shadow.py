@@ -53,8 +53,8 @@ class Shadows:
     def __init__(self, edge: Edge, *, rng: Random, limits: ShadowLimits | None = None) -> None:
         self.limits = limits or ShadowLimits()
         self.results: Counter[str] = Counter()
-        """Copies by result: `answered`, `failed`, `unplaced` (nobody serves it, or it would have to wait), `dropped` (too
-        many or too large)."""
+        """Copies by result: `answered`, `failed`, `unplaced` (nobody serves it, or it would have to wait), `dropped`
+        (too many or too large)."""
         self._edge = edge
         self._rng = rng
         self._waiting: deque[_Copy] = deque()
