@@ -129,7 +129,7 @@ async def watched(
 
 async def test_calm_traffic_wakes_nobody_and_lost_hits_do(tmp_path: Path) -> None:
     async with watched(tmp_path) as (_, seen, made):
-        await calm(seen)
+        await calm(seen, looks=60)
         made.repeating = False
         assert (await fires(seen, "KvgateHitRateDropped"))[0]["model"] == "demo"
 
