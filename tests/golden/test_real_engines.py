@@ -319,7 +319,7 @@ def predictions(
 
 @pytest.mark.parametrize(
     ("capture", "known", "compared"),
-    [("vllm-0.32.0", LATE_CLEAR, 28), ("vllm-0.16.0", LATE_CLEAR | HIDDEN_SALT, 27)],
+    [("vllm-0.32.0", LATE_CLEAR, 32), ("vllm-0.16.0", LATE_CLEAR | HIDDEN_SALT, 29)],
 )
 def test_predicted_equals_delivered(capture: str, known: dict[str, tuple[int, int]], compared: int) -> None:
     recorded = list(exchanges(capture))
