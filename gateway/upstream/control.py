@@ -136,7 +136,7 @@ async def open_control_client(
     """The client for the life of the process. Proxies and netrc of the environment are not used: only the
     configuration decides where traffic goes. `tls` is httpx's `verify`."""
     # None is kept: engines close an idle connection after 5 s, sooner than it is wanted again, and the client's pool
-    # looks at all kept ones for each request, once for each of them: at 200 workers that took a core.
+    # looks at all kept ones for each request, once for each of them.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(
         limits=limits, timeout=None, verify=tls, trust_env=False, follow_redirects=False
