@@ -37,9 +37,11 @@ imports: install
 	$(BIN)/lint-imports
 
 # Most tests wait for something, so there are more processes than cores. JOBS=0 runs them one after another in one process.
+# What failed beside others is tried once more, alone: real processes share the cores, and only what fails then is broken.
 JOBS ?= 4
 unit: install ## the tests, JOBS processes at a time
-	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10
+	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10 \
+	  || $(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none
 
 docs: install ## write docs/reference and the dashboards from the code
 	$(BIN)/python docs/generate_reference.py

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from gateway.kv.feed_words import FeedPhase
 from gateway.kv.index import KvIndex
 from gateway.records import Slot, Tier, WorkerId
 from gateway.sim.faults import Fault, FaultKind
@@ -164,6 +165,9 @@ async def test_lost_batches_without_replay_leave_no_stale_credit(dialect: Dialec
         fresh = prompt(50, 10)
         await warm(r, engine, fresh)
         await believed(r, fresh, {"w1": 10 * BLOCK})
+        (feed,) = r.gateway.membership.members[WorkerId("w1")].feeds
+        # What is announced meanwhile counts at once; that the replay does not repair the gap is known a moment later.
+        await until(lambda: feed.phase is FeedPhase.LOST)
         (row,) = (await r.admin("/admin/workers"))["workers"]
         assert row["feed"]["phases"] == {"0": "lost"}
         for tokens in old[:3]:
