@@ -232,6 +232,7 @@ class HttpServer:
         self._empty = asyncio.Event()
         self._empty.set()
         self._server: asyncio.Server | None = None
+        self._stopping = False
 
     @property
     def connections(self) -> int:
@@ -241,6 +242,7 @@ class HttpServer:
     async def start(self, host: str, port: int) -> int:
         """Bind and listen; port 0 takes a free one. Returns the port. Raises OSError when it is taken."""
         loop = asyncio.get_running_loop()
+        self._stopping = False
         self._server = await loop.create_server(lambda: Connection(self._handler, self), host, port, backlog=4096)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -248,6 +250,7 @@ class HttpServer:
         """Stop listening and drop every connection."""
         if self._server is None:
             return
+        self._stopping = True
         self._server.close()
         self.drop_connections()
         await self._server.wait_closed()
@@ -255,9 +258,11 @@ class HttpServer:
         await self._empty.wait()
 
     def joined(self, connection: Connection) -> None:
-        """A connection is open."""
+        """A connection is open. One accepted just before the listening ended is made after it: it is dropped here."""
         self._connections.add(connection)
         self._empty.clear()
+        if self._stopping:
+            connection.abort()
 
     def left(self, connection: Connection) -> None:
         """A connection is gone."""
