@@ -60,6 +60,11 @@ class DnsSource:
         self._rng = rng
         self._empty_since: float | None = None
 
+    @property
+    def looks_for(self) -> DnsName:
+        """What it looks up, and how."""
+        return self._query
+
     async def run(self, publish: Publish) -> None:
         """Never returns."""
         while True:

@@ -83,9 +83,15 @@ class Enrolment:
         tasks.start("enrolment", partial(self.run, tasks))
 
     def follow(self, sources: Iterable[Source]) -> None:
-        """These from now on. What a source of the same name saw last stays until the new one is heard; what others saw
-        is forgotten, and their workers leave."""
-        self._wanted = {source.name: source for source in sources}
+        """These from now on. One that looks for what the one of its name looks for already is not needed: that goes on.
+        What a source of the same name saw last stays until the new one is heard; what others saw is forgotten, and
+        their workers leave."""
+        before = self._wanted
+        self._wanted = {}
+        for source in sources:
+            known = before.get(source.name)
+            same = known is not None and known.looks_for == source.looks_for
+            self._wanted[source.name] = known if known is not None and same else source
         for name in self._wanted:
             self.roster.expect(name)
         self._changed.set()

@@ -218,6 +218,7 @@ def _event(line: bytes, shape: type[_T], seen: Callable[[_T], list[Seen]]) -> Ha
             return Happened(version=meta.resource_version)
 
 
+@dataclass(frozen=True, slots=True)
 class Pods:
     """Each pod is a worker."""
 
@@ -235,6 +236,7 @@ class Pods:
         return _event(line, _Pod, _seen_pod)
 
 
+@dataclass(frozen=True, slots=True)
 class Slices:
     """Each endpoint of the slices is a worker."""
 

@@ -103,6 +103,11 @@ class KubernetesSource:
         self.lists = 0
         """Lists read to their end."""
 
+    @property
+    def looks_for(self) -> tuple[ApiServer, KubeQuery]:
+        """Whom it asks, and what for."""
+        return self._server, self._query
+
     async def run(self, publish: Publish) -> None:
         """Never returns, unless it cannot read the authorities: then it raises OSError or ssl.SSLError."""
         async with await self._client() as http:

@@ -40,6 +40,11 @@ class Source(Protocol):
         """Kind, and behind a colon what tells it from others of its kind: `config`, `dns:workers.example`."""
         ...
 
+    @property
+    def looks_for(self) -> object:
+        """What it was made from: two of one name whose values are equal would see the same."""
+        ...
+
     async def run(self, publish: Publish) -> None:
         """Never returns."""
         ...

@@ -131,6 +131,7 @@ class RegistrySource:
         clock: Callable[[], float],
         rng: Random,
     ) -> None:
+        self.looks_for = (address, prefix, refresh_s)
         self._address = address
         self._key = registry_key(prefix)
         self._refresh_s = refresh_s

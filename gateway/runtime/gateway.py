@@ -306,7 +306,7 @@ class Gateway:
         self.access.apply(settings.auth, prepared.keys)
         self.edge.apply(parts.edge_settings(settings, self.access.keys))
         self.health.apply(trial_s=settings.health.probe_s)
-        self.membership.apply(parts.membership_settings(settings))
+        self.membership.apply(parts.membership_settings(settings), models=before.models != settings.models)
         self.enrolment.listed(CONFIG, map(Found, settings.worker_specs()))
         if before.discovery != settings.discovery:
             self.enrolment.follow(prepared.sources)

@@ -142,9 +142,11 @@ class Membership:
             member.poller.respec(spec)
         member.look.set()
 
-    def apply(self, settings: MembershipSettings) -> None:
-        """Other periods. Everybody is probed soon: the block size of a pool's keys and what prompts are cut with may
-        have changed too."""
+    def apply(self, settings: MembershipSettings, *, models: bool) -> None:
+        """Other periods, other `models`: the block size of a pool's keys and what prompts are cut with may have
+        changed. With either, everybody is probed soon."""
+        if settings == self.settings and not models:
+            return
         self.settings = settings
         self._settings_changed = True
         for member in self._members.values():

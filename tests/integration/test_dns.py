@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from gateway.discovery import DnsName, DnsSource, Found
 from gateway.records import EngineKind, WorkerId, WorkerSpec
-from tests.integration.name_server import NameServer, name_server
+from gateway.sim.name_server import NameServer, name_server
 from tests.integration.rig import rig, until
 
 LIKE = WorkerSpec(WorkerId(""), "", engine=EngineKind.VLLM, pool="gpu")

@@ -24,7 +24,7 @@ from gateway.discovery import (
 )
 from gateway.discovery.kube_objects import Kind
 from gateway.records import WorkerId, WorkerSpec
-from tests.integration.kube import PODS, SLICES, Json, Kube, endpoint, endpoint_slice, kube, pod, terminating
+from gateway.sim.kube_api import PODS, SLICES, Json, Kube, endpoint, endpoint_slice, kube, pod, terminating
 from tests.integration.rig import Rig, rig, until
 
 LIKE = WorkerSpec(WorkerId(""), "")

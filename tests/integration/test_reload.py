@@ -18,6 +18,8 @@ from gateway.credentials import key_hash
 from gateway.records import WorkerId
 from gateway.runtime.reload import Result
 from gateway.sim.faults import Fault, FaultKind
+from gateway.sim.kube_api import PODS, kube, pod
+from gateway.sim.name_server import name_server
 from tests.integration.rig import Rig, fast, rig, until, write_yaml
 
 CHAT = "/v1/chat/completions"
@@ -233,6 +235,43 @@ async def test_a_model_gets_and_loses_an_entry(path: Path) -> None:
         await file.says(models=None)
         await until(lambda: r.gateway.tokenizers.find("demo") not in (None, hasher))
         assert (await r.http.post(CHAT, json=PLAIN)).status_code == 200
+
+
+async def test_only_a_source_that_was_changed_begins_anew_and_nobody_is_probed_for_it(path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        names, api = await stack.enter_async_context(name_server()), await stack.enter_async_context(kube())
+        cluster = {"api_server": api.url, "namespace": "llm", "selector": "app=vllm"}
+        dns = [
+            {"name": name, "type": "srv", "server": names.address, "refresh_s": 3600} for name in ("a.test", "b.test")
+        ]
+        settings = {
+            "discovery": {"dns": dns, "kubernetes": cluster},
+            "workers": [],
+            "health": {"probe_s": 3600},
+            "load": {"poll_s": 3600},
+        }
+        r = await stack.enter_async_context(rig(3, settings=settings, file=path, wait=False))
+        file, gateway = File(r, path), r.gateway
+        ports = [int(engine.url.rpartition(":")[2]) for engine in r.engines]
+        api.apply(PODS, pod("in-the-cluster", "127.0.0.1", listens=ports[2]))
+        await until(lambda: WorkerId("in-the-cluster") in gateway.fleet.workers and names.asked >= 2)
+        probed = gateway.membership.members[WorkerId("in-the-cluster")].probed
+
+        def looked() -> tuple[int, int, int]:
+            return names.asked, api.lists, api.watches
+
+        before = looked()
+        await file.says(routing={"policy": "round_robin"}, timeouts={"total_s": 99})
+        for number, port in enumerate(ports[:2]):
+            names.records[f"{'ab'[number]}.test", "SRV"] = [f"0 0 {port} host.test."]
+        names.records["host.test", "A"] = ["127.0.0.1"]
+        await file.says(discovery={"dns": [dns[0] | {"refresh_s": 3000}, dns[1]], "kubernetes": cluster})
+        await until(lambda: len(gateway.fleet.workers) == 2)
+        assert looked() == (before[0] + 2, *before[1:]), "a.test was asked, and nothing else"
+        await file.says(discovery={"dns": dns[1:], "kubernetes": cluster | {"resync_s": 200}})
+        await until(lambda: len(gateway.fleet.workers) == 1 and api.lists == before[1] + 1)
+        assert names.asked == before[0] + 2
+        assert gateway.membership.members[WorkerId("in-the-cluster")].probed is probed
 
 
 async def test_fifty_reloads_under_load_leave_nothing_behind(path: Path) -> None:

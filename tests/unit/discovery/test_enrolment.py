@@ -164,6 +164,9 @@ class Named:
 
     name = "test"
 
+    def __init__(self, looks_for: object = None) -> None:
+        self.looks_for = looks_for
+
     async def run(self, publish: Publish) -> None:
         publish.present([Found(spec(W1))])
         publish.failed("away")
@@ -186,14 +189,18 @@ async def test_sources_run_until_the_end(members: Members, enrolment: Enrolment)
                     if task.get_name() == name:
                         task.cancel()
 
-        enrolment.begin([Named()], Tasks())
+        enrolment.begin([Named("a")], Tasks())
         assert enrolment.roster.source("test") in enrolment.roster.sources(), "before it has said anything"
         async with asyncio.timeout(10):
             while W1 not in members.there:  # noqa: ASYNC110  a few turns of the loop
                 await asyncio.sleep(0)
         assert enrolment.roster.source("test").error == "away"
         assert {task.get_name() for task in running} == {"source test", "enrolment"}
-        enrolment.follow([Named()])
+        enrolment.follow([Named("a")])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(running) == 2, "the same goes on"
+        enrolment.follow([Named("b")])
         async with asyncio.timeout(10):
             while len(running) < 3:  # noqa: ASYNC110  a few turns of the loop
                 await asyncio.sleep(0)

@@ -9,7 +9,7 @@ import pytest
 from gateway.discovery import Found, KubeTraits, Pods, Slices
 from gateway.discovery.kube_objects import Kind, KubeView
 from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
-from tests.integration.kube import Json, endpoint, endpoint_slice, pod, terminating
+from gateway.sim.kube_api import Json, endpoint, endpoint_slice, pod, terminating
 
 LIKE = WorkerSpec(WorkerId(""), "", pool="main", api_key="key")
 

@@ -1,4 +1,5 @@
-"""A small Kubernetes API server: lists in parts and watches of pods and EndpointSlices, over real HTTP.
+"""A Kubernetes API server to find workers at, for tests and benchmarks: lists in parts and watches of pods and
+EndpointSlices, over real HTTP.
 
 It keeps objects and a history of what happened to them, as the real one does: a watch begins at a version, sends what
 happened since, one JSON object a line in chunks, and bookmarks. It can forget its history (410 Gone, as an answer or as
@@ -88,6 +89,7 @@ class Kube:
 
     @property
     def watches(self) -> int:
+        """Watches that are open."""
         return len(self._watches)
 
     @property
@@ -122,6 +124,7 @@ class Kube:
         writer.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, to its end."""
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()

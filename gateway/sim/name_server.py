@@ -1,9 +1,10 @@
-"""A small name server: answers A, AAAA and SRV over UDP (and TCP when an answer does not fit) from a table."""
+"""A name server to look workers up at, for tests and benchmarks: A, AAAA and SRV records from a table, over UDP, and
+over TCP where an answer does not fit."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -16,23 +17,29 @@ import dns.rdatatype
 import dns.rrset
 
 _UDP_BYTES = 512
+"""What an answer may have for a client that does not say more (RFC 1035, 4.2.1)."""
 
 
 @dataclass
 class NameServer:
-    """`records` maps (name, kind) to record texts; `rcode` makes every answer that failure, `silent` makes none."""
+    """`records` maps (name, kind) to record texts; `rcode` makes every answer that failure, `silent` makes none.
+    `additional`: addresses of the targets come with SRV records, as from the name server of a Kubernetes cluster.
+    `asked` counts questions."""
 
     records: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     rcode: dns.rcode.Rcode | None = None
     silent: bool = False
+    additional: bool = False
     asked: int = 0
     port: int = 0
 
     @property
     def address(self) -> str:
+        """Where it answers, host and port."""
         return f"127.0.0.1:{self.port}"
 
     def answer(self, question: bytes, *, limit: int | None) -> bytes | None:
+        """The answer in at most `limit` bytes, cut short with a mark where it does not fit; None: there is none."""
         self.asked += 1
         query = dns.message.from_wire(question)
         if self.silent:
@@ -49,12 +56,23 @@ class NameServer:
             texts = self.records.get((name, kind), [])
             if texts:
                 reply.answer.append(dns.rrset.from_text(asked.name, 1, "IN", kind, *texts))
+            if self.additional and kind == "SRV":
+                reply.additional += self._addresses(text.split()[-1] for text in texts)
         wire = reply.to_wire()
         if limit is not None and len(wire) > limit:
             reply.answer.clear()
+            reply.additional.clear()
             reply.flags |= dns.flags.TC
             wire = reply.to_wire()
         return wire
+
+    def _addresses(self, targets: Iterable[str]) -> list[dns.rrset.RRset]:
+        return [
+            dns.rrset.from_text(target, 1, "IN", kind, *texts)
+            for target in sorted(set(targets))
+            for kind in ("A", "AAAA")
+            if (texts := self.records.get((target.rstrip("."), kind)))
+        ]
 
 
 class _Udp(asyncio.DatagramProtocol):
