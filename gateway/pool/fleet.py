@@ -6,9 +6,9 @@ Rules:
 2. A worker that leaves with requests in flight and comes back under the same name and address is the same worker: its
    load is still known.
 3. There is one pool for each served model name, adapters included; names that one worker serves side by side are the
-   same model. A pool filters: a request never goes to a worker outside it. `Pool.ready` is renewed when something
-   changes, not when a request asks.
-4. A worker's health (`pool.health`) changes seldom; when it does, its pools are renewed at once (`Pool.renew`).
+   same model. A pool filters: a request never goes to a worker outside it.
+4. A worker's health (`pool.health`) changes seldom; when it does, its crews are renewed at once (`Crew.renew`), each
+   once, however many pools it stands behind.
 5. Speeds are learned once for each base model, so that an adapter's requests teach its base and the other way round.
 
 It keeps no clock and does no I/O; probing and polling report here.
@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.errors import FleetFull
+from gateway.pool.crew import Crew
 from gateway.pool.health import Evidence, Health, HealthSettings, evidence_of
 from gateway.pool.pool import DEFAULT_BLOCK_SIZE, Pool
 from gateway.pool.rates import INTER_TOKEN_PRIOR, PREFILL_PRIOR, InterTokenRates, PoolRates, PrefillRates
@@ -84,7 +85,8 @@ class Fleet:
         self._workers: dict[WorkerId, Worker] = {}
         self._leaving: dict[Slot, Worker] = {}
         self._pools: dict[str, Pool] = {}
-        self._pools_of: dict[WorkerId, list[Pool]] = {}
+        self._crews: dict[tuple[Worker, ...], Crew] = {}
+        self._crews_of: dict[WorkerId, list[Crew]] = {}
         self._rates: dict[str, PoolRates] = {}
         self._free: list[int] = []
         self._slots = 0
@@ -138,21 +140,24 @@ class Fleet:
     def respec(self, spec: WorkerSpec, now: float) -> None:
         """A worker is configured anew, at the same address: what is known of it stays. Unknown names are ignored."""
         worker = self._workers.get(spec.name)
-        if worker is None:
-            return
-        worker.respec(spec)
-        worker.refit(worker.facts, spec.block_size or worker.facts.block_size or DEFAULT_BLOCK_SIZE)
-        worker.tick(now)
-        self._refit_pools()
+        if worker is not None:
+            before = _pooled(worker)
+            worker.respec(spec)
+            self._known(worker, worker.facts, before, now)
 
     def facts(self, worker_id: WorkerId, facts: WorkerFacts, now: float) -> None:
         """Probing found something new; unknown names are ignored."""
         worker = self._workers.get(worker_id)
-        if worker is None:
-            return
-        worker.refit(facts, worker.spec.block_size or facts.block_size or DEFAULT_BLOCK_SIZE)
-        worker.tick(now)
-        self._refit_pools()
+        if worker is not None:
+            self._known(worker, facts, _pooled(worker), now)
+
+    def _known(self, worker: Worker, facts: WorkerFacts, before: tuple[object, ...], now: float) -> None:
+        """Pools are made anew only where they depend on what has changed: most probes find something else."""
+        with self._moving(worker):
+            worker.refit(facts, worker.spec.block_size or facts.block_size or DEFAULT_BLOCK_SIZE)
+            worker.tick(now)
+        if _pooled(worker) != before:
+            self._refit_pools()
 
     def apply(self, settings: FleetSettings) -> None:
         """From now on these, for every worker; what is known of them stays."""
@@ -164,7 +169,6 @@ class Fleet:
             worker.room.configure(settings.max_inflight)
         for pool in self._pools.values():
             pool.retries.ratio = settings.retry_ratio
-            pool.sharding = settings.sharding
         self._refit_pools()
 
     def load(self, worker_id: WorkerId, sample: LoadSample, now: float) -> None:
@@ -281,15 +285,15 @@ class Fleet:
 
     @contextmanager
     def _moving(self, worker: Worker) -> Iterator[Health]:
-        """The pools of a worker are renewed when what happens to it changes who may get requests."""
+        """The crews of a worker are renewed when what happens to it changes who may get requests."""
         health = worker.health
         before = health.state, health.full, worker.full
         try:
             yield health
         finally:
             if (health.state, health.full, worker.full) != before:
-                for pool in self._pools_of.get(worker.id, ()):
-                    pool.renew(self.settings.health.panic_ratio)
+                for crew in self._crews_of.get(worker.id, ()):
+                    crew.renew(self.settings.health.panic_ratio)
 
     # ---------------------------------------------------------------- reservations
 
@@ -351,7 +355,6 @@ class Fleet:
         return rates
 
     def _refit_pools(self) -> None:
-        self._pools_of.clear()
         bases = _bases(self._workers.values())
         members: dict[tuple[str, str, str | None], list[Worker]] = {}
         sizes: dict[str, int] = {}
@@ -368,29 +371,44 @@ class Fleet:
             pool = self._pools.get(name)
             if pool is None or (pool.model, pool.adapter) != (base, adapter):
                 rates = self._rates_of(base)
-                pool = Pool(
-                    name,
-                    model=base,
-                    adapter=adapter,
-                    rates=rates,
-                    retry_ratio=self.settings.retry_ratio,
-                    sharding=self.settings.sharding,
-                )
+                pool = Pool(name, model=base, adapter=adapter, rates=rates, retry_ratio=self.settings.retry_ratio)
                 self._pools[name] = pool
             names = [*(n for n, b in bases.items() if b == base), ANY_MODEL]
             sizes_given = self.settings.block_sizes
             configured = [sizes_given[n] for n in names if n in sizes_given]
             size = configured[0] if configured else sizes[base]
-            pool.refit(tuple(workers), size, panic_ratio=self.settings.health.panic_ratio)
-            for worker in workers:
-                self._pools_of.setdefault(worker.id, []).append(pool)
+            pool.crew, pool.block_size = self._crew(tuple(workers)), size
         for name in [name for name in self._pools if name not in kept]:
             del self._pools[name]
+        self._refit_crews()
+
+    def _crew(self, workers: tuple[Worker, ...]) -> Crew:
+        """The one of these workers."""
+        crew = self._crews.get(workers)
+        if crew is None or crew.sharding != self.settings.sharding:
+            crew = self._crews[workers] = Crew(workers, sharding=self.settings.sharding)
+        return crew
+
+    def _refit_crews(self) -> None:
+        """All of them, after the pools have got theirs; those without a pool are forgotten."""
+        self._crews = {pool.crew.workers: pool.crew for pool in self._pools.values()}
+        self._crews_of.clear()
+        for crew in self._crews.values():
+            crew.refit(self.settings.health.panic_ratio)
+            for worker in crew.workers:
+                self._crews_of.setdefault(worker.id, []).append(crew)
 
 
 def _names(spec: WorkerSpec, facts: WorkerFacts) -> tuple[str, ...]:
     """Base model names a worker serves: those configured for it, else those it reported."""
     return spec.models or facts.models
+
+
+def _pooled(worker: Worker) -> tuple[object, ...]:
+    """All of a worker that its pools and their crews depend on, its state apart."""
+    spec, facts = worker.spec, worker.facts
+    served = _names(spec, facts), facts.adapters
+    return *served, worker.block_size, facts.max_model_len, facts.engine, spec.tenants, spec.role
 
 
 def _base_model(spec: WorkerSpec, facts: WorkerFacts) -> str:

@@ -2,7 +2,7 @@
 
     ready      nothing speaks against it
     degraded   it serves, but: it has just recovered (slow start), requests failed lately, or probes fail
-    ejected    its breaker is open or half open: no requests, unless too much of the pool is ejected (`Pool.renew`)
+    ejected    its breaker is open or half open: no requests, unless too much of the pool is ejected (`Crew.renew`)
     draining   an operator, or whoever runs it, wants no new requests there
     gone       nobody listens at its address, or it leaves the fleet
 

@@ -157,7 +157,7 @@ class Leases(RuleBasedStateMachine):
     def pools_know_who_is_ready(self) -> None:
         for pool in self.fleet.pools.values():
             before = pool.ready, pool.spare, pool.panic, pool.not_ready
-            pool.renew(0.5)
+            pool.crew.renew(0.5)
             assert (pool.ready, pool.spare, pool.panic, pool.not_ready) == before
 
     @invariant()

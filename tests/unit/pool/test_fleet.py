@@ -205,3 +205,43 @@ def test_a_limit_that_ends_while_a_worker_is_configured_anew_frees_it(changed: s
         fleet.facts(full.id, facts(), stale)
     assert not full.full
     assert [w.id for w in fleet.pools["m"].ready] == ["a", "b"]
+
+
+def test_a_worker_with_a_hundred_adapters_is_looked_at_once_when_its_state_changes() -> None:
+    fleet = Fleet()
+    many = replace(facts("m"), adapters={f"lora-{number}": "m" for number in range(100)})
+    for name in ("a", "b", "c"):
+        fleet.add(spec(name), many, 0.0)
+    fleet.add(spec("d"), facts("m", extra="m"), 0.0)
+    pools = fleet.pools
+    assert len(pools) == 102
+    crews = {id(pool.crew): pool.crew for pool in pools.values()}
+    assert len(crews) == 3, "of the model, of its adapters, of d's own"
+    before = sum(crew.renewals for crew in crews.values())
+    fleet.drain(WorkerId("a"), 1.0, on=True)
+    assert sum(crew.renewals for crew in crews.values()) == before + 2
+    for pool in pools.values():
+        assert [w.id for w in pool.ready] == [w.id for w in pool.workers if w.id != "a"]
+    assert pools["lora-1"].ready is pools["lora-99"].ready
+
+
+def test_crews_and_their_lists_stay_while_nothing_of_them_changes() -> None:
+    """Requests that wait compare with the list of the ready workers: a probe that finds nothing new makes no other."""
+    fleet = Fleet()
+    for name in ("a", "b"):
+        fleet.add(spec(name), facts("m", lora="m"), 0.0)
+    pool = fleet.pools["lora"]
+    crew, ready, renewals = pool.crew, pool.ready, pool.crew.renewals
+    fleet.facts(WorkerId("a"), replace(facts("m", lora="m"), version="2", findings=()), 1.0)
+    assert (pool.crew, crew.renewals) == (crew, renewals)
+    fleet.facts(WorkerId("a"), facts("m", length=100, lora="m"), 2.0)
+    assert (pool.crew, pool.shortest) == (crew, 100)
+    assert pool.ready is ready
+    assert crew.renewals == renewals + 1
+    fleet.respec(replace(spec("a"), tenants=frozenset(("t",))), 3.0)
+    assert pool.for_tenants
+    fleet.respec(spec("a", role=Role.PREFILL), 4.0)
+    assert ([w.id for w in pool.ready], pool.for_tenants) == (["b"], False)
+    fleet.remove(WorkerId("b"), 5.0)
+    assert pool.crew is not crew
+    assert [w.id for w in pool.workers] == ["a"]
