@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gateway import errors
-from gateway.admin import AdminViews, admin_app
-from gateway.admin.app import SCHEMA_PATH
+from gateway.admin.app import SCHEMA_PATH, admin_app
+from gateway.admin.views import AdminViews
 from gateway.cli.app import app
 from gateway.findings import KINDS
 from gateway.kv import KvIndex

@@ -1,7 +1,6 @@
-"""The operators' port: metrics, fleet, sessions, decisions, explain. `admin_app` builds it from `AdminViews`."""
+"""The operators' port: metrics, fleet, sessions, decisions, explain.
 
-from gateway.admin.app import admin_app
-from gateway.admin.state_answers import ConfigAnswer, Readiness
-from gateway.admin.views import AdminSettings, AdminViews
-
-__all__ = ["AdminSettings", "AdminViews", "ConfigAnswer", "Readiness", "admin_app"]
+`app.admin_app` builds it from `views.AdminViews`. What it answers is in `..._answers`, which commands read too: nothing
+is imported here, and these modules import what they are made of for its types only, so that a command that asks a
+gateway does not load one.
+"""

@@ -18,8 +18,9 @@ from importlib import metadata
 from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
+from gateway.admin.answer import ErrorAnswer
 from gateway.admin.decisions import decision_routes
-from gateway.admin.failures import ErrorAnswer, map_errors
+from gateway.admin.failures import map_errors
 from gateway.admin.guard import Guard, token_check
 from gateway.admin.page import page_routes
 from gateway.admin.state import probe_routes, session_routes, state_routes

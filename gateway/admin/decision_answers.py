@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gateway.admin.answer import Answer, example
 from gateway.admission import WaitsFor
-from gateway.leases import Recent
 from gateway.pool.misses import Forgone, forgone
 from gateway.records import Decision, MissCause, Outcome, Result
+
+if TYPE_CHECKING:
+    from gateway.leases import Recent
 
 
 class TermsAnswer(Answer):

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from gateway.admin.answer import paced, written
+from gateway.admin.answer import ErrorAnswer
 from gateway.admin.decision_answers import DecisionAnswer, DecisionList
-from gateway.admin.failures import ErrorAnswer
+from gateway.admin.rows import paced, written
 from gateway.admin.views import AdminViews
 from gateway.api import parse_request
 from gateway.errors import BadRequest, PayloadTooLarge

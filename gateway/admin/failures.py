@@ -1,4 +1,4 @@
-"""Errors of the admin port: those of its own, their shape, and the one place where errors become answers."""
+"""Errors of the admin port: those of its own, and the one place where errors become answers (`answer.ErrorAnswer`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from gateway.admin.answer import Answer, example
 from gateway.admin.guard import Unauthorized
 from gateway.errors import GatewayError
 
@@ -26,31 +25,6 @@ class NothingToLearn(GatewayError):
     status = 409
     type = "invalid_request_error"
     code = "nothing_to_resync"
-
-
-class ErrorBody(Answer):
-    """OpenAI's error object."""
-
-    model_config = example(
-        message="no worker is named 'w11'; did you mean 'w1'? there are: w1, w2",
-        type="not_found_error",
-        code="worker_not_found",
-        param=None,
-    )
-
-    message: str
-    """What is wrong, and the fix where there is one."""
-    type: str
-    code: str
-    """A fixed word, see docs/reference/errors.md."""
-    param: str | None = None
-    """The parameter or field at fault."""
-
-
-class ErrorAnswer(Answer):
-    """Every error of the admin port."""
-
-    error: ErrorBody
 
 
 def map_errors(app: FastAPI) -> None:

@@ -5,9 +5,13 @@ Heads and prefixes are named by their block keys: numbers from which no text can
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gateway.admin.answer import Answer, example
 from gateway.insight import POSITIONS, ApplicationSeen, HotPrefix
-from gateway.router import Router
+
+if TYPE_CHECKING:
+    from gateway.router import Router
 
 
 class PartingAnswer(Answer):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gateway.admin.answer import Answer
-from gateway.telemetry import PeerReading, ReplicaReading
+
+if TYPE_CHECKING:
+    from gateway.telemetry import PeerReading, ReplicaReading
 
 
 class PeerAnswer(Answer):

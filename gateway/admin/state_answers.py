@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gateway.admin.answer import Answer, example
-from gateway.pool import Pool, Sessions
 from gateway.records import WorkerId
-from gateway.telemetry import IndexReading, PoolReading, WorkerReading
+
+if TYPE_CHECKING:
+    from gateway.pool import Pool, Sessions
+    from gateway.telemetry import IndexReading, PoolReading, WorkerReading
 
 
 class Excluded(Answer):

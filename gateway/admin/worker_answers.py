@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gateway.admin.answer import Answer
 from gateway.admin.worker_parts import (
@@ -16,9 +16,12 @@ from gateway.admin.worker_parts import (
     TrustAnswer,
     WorkAnswer,
 )
-from gateway.pool import Worker, WorkerState
+from gateway.pool import WorkerState
 from gateway.records import Tier
-from gateway.telemetry import FeedReading, SourceReading, WorkerReading
+
+if TYPE_CHECKING:
+    from gateway.pool import Worker
+    from gateway.telemetry import FeedReading, SourceReading, WorkerReading
 
 
 class WorkerAnswer(Answer):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from gateway.admin.answer import Answer, example
-from gateway.kv.lives import LIFE_BOUNDS
-from gateway.pool import Breaker, PoolRates, Worker, WorkerState, health
-from gateway.pool.trust import Trust
+from gateway.pool import Breaker, WorkerState
 from gateway.records import EventSource, Finding, LoadSample, Severity, Tier, TrustState
-from gateway.telemetry import FeedReading, WorkerReading
+
+if TYPE_CHECKING:
+    from gateway.pool import PoolRates, Worker, health
+    from gateway.pool.trust import Trust
+    from gateway.telemetry import FeedReading, WorkerReading
 
 
 class EventEndpoint(Answer):
@@ -304,6 +307,8 @@ class TierAnswer(Answer):
     @classmethod
     def of(cls, tier: Tier, reading: WorkerReading, feed: FeedReading | None, block_size: int) -> TierAnswer:
         """One tier."""
+        from gateway.kv.lives import LIFE_BOUNDS  # here: whoever only reads answers needs no index
+
         stored = feed.blocks_stored.get(tier, 0) if feed is not None else 0
         life = feed.block_lives.get(tier) if feed is not None else None
         hits = reading.hit_tokens.get(tier, 0)

@@ -12,8 +12,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
 
-from gateway.admin.answer import paced, written
-from gateway.admin.failures import ErrorAnswer, IsRank, NothingToLearn
+from gateway.admin.answer import ErrorAnswer
+from gateway.admin.failures import IsRank, NothingToLearn
+from gateway.admin.rows import paced, written
 from gateway.admin.views import AdminViews
 from gateway.admin.worker_answers import JoiningAnswer, SourceAnswer, WorkerAnswer, WorkerList
 from gateway.errors import NotFound

@@ -14,17 +14,18 @@ import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 from urllib.parse import quote
 
-import httpx
 import typer
-from pydantic import BaseModel, ValidationError
 
-from gateway.admin.failures import ErrorAnswer
 from gateway.cli.options import read_or_exit
-from gateway.config import Sources
-from gateway.settings import Settings
+
+if TYPE_CHECKING:
+    import httpx
+    from pydantic import BaseModel
+
+    from gateway.settings import Settings
 
 AdminOption = Annotated[
     str | None,
@@ -44,7 +45,7 @@ _TIMEOUT_S = 30.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 """A gateway that listens everywhere is asked on the machine's own address."""
 
-_Answer = TypeVar("_Answer", bound=BaseModel)
+_Answer = TypeVar("_Answer", bound="BaseModel")
 
 
 class AdminError(Exception):
@@ -82,6 +83,8 @@ class AdminPort:
         headers: Mapping[str, str] | None = None,
     ) -> str:
         """Any request; `body` is JSON."""
+        import httpx
+
         sent = {**self._headers, **(headers or {})}
         if body is not None:
             sent["content-type"] = "application/json"
@@ -101,6 +104,8 @@ class AdminPort:
 
     def parse(self, kind: type[_Answer], text: str) -> _Answer:
         """An answer's text as a record. Raises AdminError when it is none."""
+        from pydantic import ValidationError
+
         try:
             return kind.model_validate_json(text)
         except ValidationError as error:
@@ -112,6 +117,10 @@ class AdminPort:
             ) from error
 
     def _refused(self, path: str, answer: httpx.Response) -> AdminError:
+        from pydantic import ValidationError
+
+        from gateway.admin.answer import ErrorAnswer
+
         try:
             error = ErrorAnswer.model_validate_json(answer.text).error
         except ValidationError:
@@ -139,7 +148,7 @@ def worker_path(name: str, action: str = "") -> str:
 
 def admin_port(admin: str | None, token: str | None, config: Path | None) -> AdminPort:
     """The port by a command's options (rule 2); a configuration with mistakes ends the command with code 2."""
-    return port_of(read_or_exit(Sources(config)).settings, admin, token)
+    return port_of(read_or_exit(config).settings, admin, token)
 
 
 def port_of(settings: Settings, admin: str | None = None, token: str | None = None) -> AdminPort:

@@ -1,5 +1,8 @@
 """Subcommands and their options; each hands over to the part that does the work.
 
+What a command needs is imported when it runs, not before: `kvgate --help` and the commands that ask a running gateway
+need little of it, and a shell waits for them.
+
 Exit codes: 0 done, 1 the command ran and found a failure, 2 wrong usage or configuration.
 """
 
@@ -11,16 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import SecretStr, ValidationError
 
 from gateway.cli.admin_port import AdminOption, TokenOption, port_of, told
 from gateway.cli.config import config_commands
 from gateway.cli.options import ConfigOption, read_or_exit
 from gateway.cli.traffic import add_traffic_commands
 from gateway.cli.workers import add_worker_commands
-from gateway.config import Sources
-from gateway.credentials import KeySettings, key_hash, make_key
-from gateway.settings import POLICIES, WorkerSettings
 
 app = typer.Typer(
     name="kvgate",
@@ -69,7 +68,10 @@ def serve(
         int | None, typer.Option(help="Admin port: metrics, decisions, explain.", show_default="8001")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help=f"Routing policy: {', '.join(POLICIES)}.", show_default="seconds")
+        str | None,
+        typer.Option(
+            help="Routing policy: seconds, least_load, round_robin, random, p2c, prefix_hash.", show_default="seconds"
+        ),
     ] = None,
     log: Annotated[
         str | None, typer.Option(help="Form of the log on stderr: json or console.", show_default="json")
@@ -82,6 +84,7 @@ def serve(
     SIGTERM lets open requests finish; a second one ends at once.
     """
     from gateway.cli.serve import run, tokenizer_directories
+    from gateway.config import Sources
 
     overrides: dict[str, Any] = {}
     server = {"host": host, "port": port, "admin_host": admin_host, "admin_port": admin_port}
@@ -119,7 +122,7 @@ def explain(
     from gateway.cli import explain as decisions
 
     text = sys.stdin.buffer.read() if str(body) == "-" else _read(body)
-    settings = read_or_exit(Sources(config)).settings
+    settings = read_or_exit(config).settings
     headers = {} if session is None else {settings.routing.affinity.header: session}
     with told():
         port = port_of(settings, admin, token)
@@ -197,7 +200,7 @@ def doctor(
     from gateway.cli.serve import tokenizer_directories
 
     overrides: dict[str, Any] = {"workers": [{"url": url} for url in worker]} if worker else {}
-    settings = read_or_exit(Sources(config, overrides, tokenizer_directories(tokenizer or []))).settings
+    settings = read_or_exit(config, overrides, tokenizer_directories(tokenizer or [])).settings
     asked = Asked(admin=admin, token=token, probe=probe, timeout_s=timeout, as_json=as_json)
     raise typer.Exit(run(settings, asked))
 
@@ -210,6 +213,10 @@ def key(
 
     The key is shown once and stored nowhere: give it to the client. The file gets only its hash.
     """
+    from pydantic import SecretStr, ValidationError
+
+    from gateway.credentials import KeySettings, key_hash, make_key
+
     secret = make_key()
     try:
         KeySettings(tenant=tenant, hash=SecretStr(key_hash(secret)))
@@ -245,10 +252,13 @@ def register(
     \b
     kvgate register --redis redis://store:6379 --worker http://10.0.0.1:8000
     """
+    from pydantic import ValidationError
+
     from gateway.cli.register import run
+    from gateway.settings import WorkerSettings
 
     tree: dict[str, Any] = {"redis": {"url": redis}} if redis is not None else {}
-    settings = read_or_exit(Sources(config, tree)).settings
+    settings = read_or_exit(config, tree).settings
     address = settings.redis.address()
     if address is None:
         typer.echo("kvgate: no store: give --redis, or redis.url in the configuration", err=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from gateway.cli.options import ConfigOption, read_or_exit
-from gateway.config import Loaded, Sources
-from gateway.settings import Settings, json_schema
+
+if TYPE_CHECKING:
+    from gateway.config import Loaded
+    from gateway.settings import Settings
 
 config_commands = typer.Typer(
     help="Check the configuration, show what it comes to, print its schema.",
@@ -36,8 +38,7 @@ def check(
     """
     from gateway.runtime.preflight import doubts, mistakes
 
-    sources = Sources(config)
-    loaded = read_or_exit(sources)
+    loaded = read_or_exit(config)
     found = mistakes(loaded.settings)
     for problem in found:
         typer.echo(f"kvgate: {problem}", err=True)
@@ -47,7 +48,7 @@ def check(
     if found:
         raise typer.Exit(2)
     typer.echo("ok")
-    for name, value in _summary(loaded, sources):
+    for name, value in _summary(loaded, config):
         typer.echo(f"{name:<8} {value}")
     raise typer.Exit(1 if strict and warnings else 0)
 
@@ -64,7 +65,7 @@ def show(
     The order of the sources, later wins: defaults, the file, the environment, flags of kvgate serve. What a running
     gateway uses, flags included, is at GET /admin/config.
     """
-    loaded = read_or_exit(Sources(config))
+    loaded = read_or_exit(config)
     tree = loaded.settings.model_dump(mode="json", exclude_unset=changed)
     if changed:
         tree = _given(tree, loaded.origins)
@@ -83,10 +84,12 @@ def schema() -> None:
 
     # yaml-language-server: $schema=kvgate.schema.json
     """
+    from gateway.settings import json_schema
+
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-def _summary(loaded: Loaded, sources: Sources) -> Iterator[tuple[str, str]]:
+def _summary(loaded: Loaded, path: Path | None) -> Iterator[tuple[str, str]]:
     settings = loaded.settings
     workers = [spec.name for spec in settings.worker_specs()]
     yield "workers", _counted(workers) if workers else "none: give them here, by --worker, or at /admin/workers"
@@ -97,7 +100,7 @@ def _summary(loaded: Loaded, sources: Sources) -> Iterator[tuple[str, str]]:
     scheme = "https" if server.admin_tls.cert is not None else "http"
     yield "admin", f"{scheme}://{server.admin_host}:{server.admin_port}"
     variables = sorted({origin for origin in loaded.origins.values() if origin.upper().startswith("KVGATE_")})
-    files = [str(sources.path)] if sources.path is not None else []
+    files = [str(path)] if path is not None else []
     yield "sources", ", ".join([*files, *variables]) or "defaults only"
 
 
@@ -127,6 +130,8 @@ def _given(tree: dict[str, Any], origins: Mapping[str, str], prefix: str = "") -
 
 def _lines(tree: dict[str, Any], origins: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:
     """The tree as YAML; behind each value, or before each list, where it came from."""
+    import yaml
+
     for key, value in tree.items():
         path = f"{prefix}{key}"
         origin = f"  # {origins[path]}" if path in origins else ""

@@ -1,13 +1,18 @@
-"""What several commands share: options, and how mistakes of the configuration are told."""
+"""What several commands share: options, and how mistakes of the configuration are told.
+
+As in all files of commands, what a command needs is imported when it runs: `kvgate --help` answers without it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.config import ConfigError, Loaded, Sources
+if TYPE_CHECKING:
+    from gateway.config import Loaded, Sources
 
 ConfigOption = Annotated[
     Path | None,
@@ -27,8 +32,19 @@ def hands_over(context: typer.Context) -> bool:
     return True
 
 
-def read_or_exit(sources: Sources) -> Loaded:
-    """The merged configuration; every mistake goes to stderr, one a line, and ends the command with code 2."""
+def read_or_exit(
+    config: Path | None, overrides: Mapping[str, Any] | None = None, tokenizers: Mapping[str, Path] | None = None
+) -> Loaded:
+    """The merged configuration, its arguments those of `config.Sources`; see `loaded_or_exit`."""
+    from gateway.config import Sources
+
+    return loaded_or_exit(Sources(config, overrides or {}, tokenizers or {}))
+
+
+def loaded_or_exit(sources: Sources) -> Loaded:
+    """What they say together; every mistake goes to stderr, one a line, and ends the command with code 2."""
+    from gateway.config import ConfigError
+
     try:
         return sources.read()
     except ConfigError as error:

@@ -8,9 +8,10 @@ import signal
 import httpx
 import typer
 
-from gateway.replicas import Announcer, StoreAddress
+from gateway.replicas import Announcer
 from gateway.replicas.store import STORE_ERRORS
 from gateway.settings import WorkerSettings
+from gateway.store_address import StoreAddress
 
 _HEALTH_TIMEOUT_S = 2.0
 

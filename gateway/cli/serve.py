@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 import uvloop
 
-from gateway.cli.options import read_or_exit
+from gateway.cli.options import loaded_or_exit
 from gateway.config import ConfigError, Sources
 from gateway.pool import ANY_MODEL
 from gateway.runtime import Gateway
@@ -24,7 +24,7 @@ from gateway.telemetry import set_up_logging
 
 def run(sources: Sources) -> int:
     """Serve until a signal ends it; the exit code: 0 after a clean end, 2 when it cannot start."""
-    loaded = read_or_exit(sources)
+    loaded = loaded_or_exit(sources)
     settings = loaded.settings
     if not settings.workers and settings.discovery == DiscoverySettings():
         typer.echo(

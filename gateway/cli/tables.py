@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.admin.prefix_answers import ApplicationAnswer, PrefixAnswer
-from gateway.admin.state_answers import PoolAnswer, SessionsAnswer
-from gateway.admin.worker_answers import WorkerAnswer, WorkerList
-from gateway.pool import WorkerState
+if TYPE_CHECKING:
+    from gateway.admin.prefix_answers import ApplicationAnswer, PrefixAnswer
+    from gateway.admin.state_answers import PoolAnswer, SessionsAnswer
+    from gateway.admin.worker_answers import WorkerAnswer, WorkerList
 
 DASH = "-"
 """Nobody knows."""
@@ -20,13 +21,7 @@ DASH = "-"
 _PIPE_COLUMNS = 160
 """Columns that do not fit are cut: a file or a pipe has room for all of them."""
 
-_STYLE = {
-    WorkerState.READY: "green",
-    WorkerState.DEGRADED: "yellow",
-    WorkerState.EJECTED: "bold red",
-    WorkerState.DRAINING: "cyan",
-    WorkerState.GONE: "red",
-}
+STATE_STYLES = {"ready": "green", "degraded": "yellow", "ejected": "bold red", "draining": "cyan", "gone": "red"}
 
 
 def console() -> Console:
@@ -117,7 +112,7 @@ def source_troubles(answer: WorkerList) -> Iterable[str]:
 
 def state(worker: WorkerAnswer) -> str:
     """State and reason, coloured."""
-    word = f"[{_STYLE[worker.state]}]{worker.state}[/]"
+    word = f"[{STATE_STYLES[worker.state]}]{worker.state}[/]"
     return f"{word} ({escape(worker.reason)})" if worker.reason else word
 
 

@@ -6,13 +6,8 @@ from typing import Annotated
 
 import typer
 
-from gateway.admin.decision_answers import DecisionList
-from gateway.admin.prefix_answers import PrefixesAnswer
-from gateway.admin.state_answers import PoolList, SessionsAnswer
 from gateway.cli.admin_port import AdminError, AdminOption, TokenOption, admin_port, told
-from gateway.cli.explain import decision_table, show_decision
 from gateway.cli.options import ConfigOption, JsonOption, hands_over
-from gateway.cli.tables import application_table, console, pool_table, prefix_table, session_table
 
 _MOST = 256
 """What the admin port gives at a time."""
@@ -41,6 +36,9 @@ def pools(
     Columns: `queued` requests wait at the gateway, about `wait` long; `shed` were sent away, and `refused` retries not
     made, since the start; `prompt` and `answer` are mean lengths in tokens.
     """
+    from gateway.admin.state_answers import PoolList
+    from gateway.cli.tables import console, pool_table
+
     port = admin_port(admin, token, config)
     with told():
         answer = port.get("/admin/pools")
@@ -68,6 +66,9 @@ def sessions(
     """
     if hands_over(context):
         return
+    from gateway.admin.state_answers import SessionsAnswer
+    from gateway.cli.tables import console, session_table
+
     port = admin_port(admin, token, config)
     with told():
         answer = port.get("/admin/sessions")
@@ -93,6 +94,8 @@ def find_session(
     \b
     kvgate sessions find chat-4711
     """
+    from gateway.admin.state_answers import SessionsAnswer
+
     port = admin_port(admin, token, config)
     with told():
         answer = port.get("/admin/sessions", {"id": session})
@@ -167,6 +170,10 @@ def decisions(
     Columns: `of` workers were considered; `best` is what the best of them held, in tokens, `predicted` what the chosen
     one held, `delivered` what it reported. The gateway keeps the last 256.
     """
+    from gateway.admin.decision_answers import DecisionList
+    from gateway.cli.explain import decision_table, show_decision
+    from gateway.cli.tables import console
+
     asked = {
         "request_id": request,
         "worker": worker,
@@ -210,6 +217,9 @@ def prefixes(
     the length its prompts usually share; `lost` are prompt tokens of those that parted earlier, mostly `at` so many
     tokens: look there in the prompt for a date, an id or a list in another order.
     """
+    from gateway.admin.prefix_answers import PrefixesAnswer
+    from gateway.cli.tables import application_table, console, prefix_table
+
     port = admin_port(admin, token, config)
     with told():
         answer = port.get("/admin/prefixes", {"limit": limit})

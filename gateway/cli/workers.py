@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 
-from gateway.admin.worker_answers import WorkerAnswer, WorkerList
 from gateway.cli.admin_port import AdminError, AdminOption, AdminPort, TokenOption, admin_port, told, worker_path
 from gateway.cli.options import ConfigOption, JsonOption, hands_over
-from gateway.cli.tables import console, source_troubles, state, worker_lines, worker_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 WorkerName = Annotated[str, typer.Argument(help="Name of the worker, or of the server for all its ranks.")]
 
@@ -67,10 +64,17 @@ def workers(
     port = admin_port(admin, token, config)
 
     def look() -> RenderableType:
+        from rich.console import Group
+
+        from gateway.admin.worker_answers import WorkerList
+        from gateway.cli.tables import source_troubles, worker_table
+
         answer = port.read(WorkerList, "/admin/workers")
         return Group(worker_table(answer), *source_troubles(answer))
 
     if not watch:
+        from gateway.cli.tables import console
+
         with told():
             if as_json:
                 typer.echo(port.get("/admin/workers"))
@@ -95,6 +99,11 @@ def show_worker(
     \b
     kvgate workers show w1
     """
+    from rich.table import Table
+
+    from gateway.admin.worker_answers import WorkerAnswer
+    from gateway.cli.tables import console, worker_lines
+
     port = admin_port(admin, token, config)
     with told():
         answer = port.get(worker_path(name))
@@ -167,6 +176,8 @@ def drain(
     \b
     kvgate drain w1 --wait 120 && systemctl restart vllm
     """
+    from gateway.admin.worker_answers import WorkerList
+
     port = admin_port(admin, token, config)
     with told():
         answer = port.ask("POST", worker_path(name, "drain"))
@@ -239,6 +250,9 @@ def _tell(port: AdminPort, answer: str, as_json: bool) -> None:
     if as_json:
         typer.echo(answer)
         return
+    from gateway.admin.worker_answers import WorkerList
+    from gateway.cli.tables import console, state
+
     out = console()
     for worker in port.parse(WorkerList, answer).workers:
         out.print(f"{worker.id}: {state(worker)}, {worker.inflight_requests} requests open")
@@ -246,6 +260,12 @@ def _tell(port: AdminPort, answer: str, as_json: bool) -> None:
 
 def _watch(look: Callable[[], RenderableType], every_s: float) -> None:
     """In place on a terminal, one after the other elsewhere. A gateway that is away for a moment is waited for."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.markup import escape
+
+    from gateway.cli.tables import console
+
     out = console()
 
     def safely() -> RenderableType:

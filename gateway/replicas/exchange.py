@@ -22,11 +22,11 @@ from typing import Any, Final
 
 import structlog
 
-from gateway.replicas.address import StoreAddress
 from gateway.replicas.journal import Journal
 from gateway.replicas.messages import Message, Refused, decode, encode
 from gateway.replicas.peers import DEAD_S, Peers
 from gateway.replicas.store import STORE_ERRORS, Client, open_store
+from gateway.store_address import StoreAddress
 
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 3.0

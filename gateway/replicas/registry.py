@@ -27,8 +27,8 @@ from msgspec import Meta
 from gateway.discovery import Found, Publish
 from gateway.pool import MAX_WORKERS
 from gateway.records import WorkerSpec
-from gateway.replicas.address import StoreAddress
 from gateway.replicas.store import STORE_ERRORS, Client, open_store
+from gateway.store_address import StoreAddress
 
 LIFE_PERIODS: Final = 3
 """Periods of the heartbeat an announcement lasts: two may be missed."""

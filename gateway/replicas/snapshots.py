@@ -22,8 +22,8 @@ from msgspec import Meta
 
 from gateway.kv import FeedPoint, RankBlocks, TierBlocks
 from gateway.records import BlockKey, EngineHash
-from gateway.replicas.address import StoreAddress
 from gateway.replicas.store import open_store
+from gateway.store_address import StoreAddress
 
 VERSION: Final = 1
 MAX_BYTES: Final = 64 * 1024 * 1024

@@ -13,7 +13,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from gateway.replicas.address import StoreAddress, StoreKind
+from gateway.store_address import StoreAddress, StoreKind
 
 STORE_ERRORS: Final = (RedisError, OSError, TimeoutError)
 """What a call of the store may raise because of the store."""

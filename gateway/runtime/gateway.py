@@ -30,7 +30,9 @@ import uvicorn
 import zmq
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from gateway.admin import AdminViews, ConfigAnswer, Readiness, admin_app
+from gateway.admin.app import admin_app
+from gateway.admin.state_answers import ConfigAnswer, Readiness
+from gateway.admin.views import AdminViews
 from gateway.config import Loaded, Sources
 from gateway.discovery import CONFIG, Enrolment, Found, Roster
 from gateway.edge import Edge, Shadows, client_app, client_protocol, request_id_maker

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from gateway.admin import AdminSettings
+from gateway.admin.views import AdminSettings
 from gateway.admission import AdmissionSettings
 from gateway.edge import Cors, EdgeLimits, EdgeSettings, Keys, PhaseTimeouts
 from gateway.kv import LEARNED_BYTES, ApproximateSettings

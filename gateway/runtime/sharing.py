@@ -13,11 +13,12 @@ from collections.abc import Callable
 from random import Random
 
 from gateway.kv import KvIndex
-from gateway.replicas import Exchange, Journal, Peers, Shelf, StoreAddress
+from gateway.replicas import Exchange, Journal, Peers, Shelf
 from gateway.router import Router
 from gateway.runtime.supervisor import Supervisor
 from gateway.runtime.warmth import Warmth
 from gateway.settings import Settings
+from gateway.store_address import StoreAddress
 from gateway.telemetry import PeerReading, ReplicaReading
 from gateway.upstream.membership import Membership
 

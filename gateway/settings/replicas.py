@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from gateway.replicas.address import StoreAddress, parse_store_url
 from gateway.settings.section import Seconds, Section
+from gateway.store_address import StoreAddress, parse_store_url
 
 
 class RedisSettings(Section):

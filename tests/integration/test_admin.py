@@ -19,7 +19,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import findings
-from gateway.admin import AdminSettings, AdminViews, ConfigAnswer, Readiness, admin_app
+from gateway.admin.app import admin_app
+from gateway.admin.state_answers import ConfigAnswer, Readiness
+from gateway.admin.views import AdminSettings, AdminViews
 from gateway.admission import Admission
 from gateway.errors import FleetFull, WorkerTaken
 from gateway.kv import KvIndex

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 from gateway.discovery import Found
 from gateway.records import WorkerId, WorkerSpec
 from gateway.replicas import Announcer, RegistrySource
-from gateway.replicas.address import parse_store_url
 from gateway.replicas.registry import registry_key
+from gateway.store_address import parse_store_url
 from tests.integration.redis_server import RedisServer, redis_server
 from tests.integration.rig import until
 from tests.integration.two_gateways import replicas

@@ -16,9 +16,10 @@ from redis.exceptions import RedisError
 
 from gateway.discovery import Found
 from gateway.records import WorkerId, WorkerSpec
-from gateway.replicas import Announcer, Exchange, RegistrySource, Shelf, StoreAddress
+from gateway.replicas import Announcer, Exchange, RegistrySource, Shelf
 from gateway.runtime import Supervisor
 from gateway.settings import RedisSettings
+from gateway.store_address import StoreAddress
 from tests.integration.certificates import Authority, authority
 from tests.integration.redis_server import RedisServer, free_port, redis_server
 from tests.integration.rig import until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.admin.answer import paced
+from gateway.admin.rows import paced
 
 
 async def test_others_get_their_turn_between_rows() -> None:

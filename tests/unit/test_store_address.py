@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gateway.replicas.address import StoreKind, parse_store_url
 from gateway.settings import RedisSettings, Settings
+from gateway.store_address import StoreKind, parse_store_url
 
 
 @pytest.mark.parametrize(
