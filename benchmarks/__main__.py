@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decision, index, long_prompts, prefix, radix_peer, relay, request, scoring, scrape
+from benchmarks import chats, decision, index, long_prompts, prefix, radix_peer, relay, request, scoring, scrape
 from gateway.runtime.interpreter import tune_interpreter
 
 TRACES = Path(__file__).parent.parent / "tests" / "golden" / "traces"
@@ -56,6 +56,7 @@ def main() -> int:
             "relay",
             "request",
             "approximate",
+            "chats",
             "prefix",
             "index",
             "lookup",
@@ -66,18 +67,24 @@ def main() -> int:
         ),
     )
     parser.add_argument(
-        "--dynamo-python", type=Path, help="Python of an environment with ai-dynamo-runtime: its radix tree beside ours"
+        "--dynamo-python",
+        type=Path,
+        help="Python of an environment with ai-dynamo-runtime: its radix tree beside our index; with ai-dynamo: its "
+        "frontend in `chats`",
     )
+    parser.add_argument("--smg-python", type=Path, help="Python of an environment with smg: beside ours in `chats`")
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder with trace files")
     parser.add_argument("--out", type=Path, default=Path("bench-results/latest.json"))
     args = parser.parse_args()
     rounds = 2 if args.quick else 5
     available = tuple(name for name, case in scoring.CASES.items() if (args.traces / case.file).exists())
     peer = cache(lambda: radix_peer.ask(args.dynamo_python))  # one run of it for both parts that show it
+    peers = chats.Peers(smg=args.smg_python, dynamo=args.dynamo_python)
     parts: dict[str, Callable[[], Mapping[str, object]]] = {
         "relay": lambda: asdict(relay.measure(rounds=rounds)),
         "request": lambda: request.measure(rounds=rounds),
         "approximate": lambda: request.measure(rounds=rounds, approximate=True),
+        "chats": lambda: {mode: chats.measure(mode, rounds=rounds, peers=peers) for mode in chats.MODES},
         "prefix": prefix.measure,
         "index": lambda: index.run(peer=peer()),
         "lookup": lambda: index.lookups(peer=peer()),

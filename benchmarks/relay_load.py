@@ -27,6 +27,9 @@ _BEGIN_EVERY_S = 0.003
 _STREAM_S = 1.9
 """Within this long after the first one's begin all streams run; each takes 2 s."""
 
+_RAMP_S = 2.2
+"""Until as many streams run as ever will: a stream takes 2 s. Before, every stream opens a connection to the worker."""
+
 _CONNECTIONS = 250
 """Opened before an open loop begins: streams of two seconds, a hundred begun each second."""
 
@@ -148,22 +151,26 @@ async def requests(port: int, rate: float, seconds: float, pid: int) -> dict[str
 
 
 async def paced(port: int, rate: float, seconds: float) -> dict[str, float]:
-    """Open loop of streams; time from the planned start to the first body byte."""
+    """Open loop of streams; time from the planned start to the first body byte, once the load is steady."""
     idle = [await _connect(port) for _ in range(_CONNECTIONS)]
-    times = await _open_loop(port, _request(stream=True), rate, seconds, idle)
+    times = await _open_loop(port, _request(stream=True), rate, _RAMP_S + seconds, idle, after_s=_RAMP_S)
     cuts = statistics.quantiles(times, n=100)
     return {"units": len(times), "p50_ms": cuts[49] * 1e3, "p99_ms": cuts[98] * 1e3}
 
 
-async def _open_loop(port: int, request: bytes, rate: float, seconds: float, idle: list[Client]) -> list[float]:
-    """Seconds from each planned start to the first body byte. `idle` connections are used, newest first."""
+async def _open_loop(
+    port: int, request: bytes, rate: float, seconds: float, idle: list[Client], *, after_s: float = 0.0
+) -> list[float]:
+    """Seconds from each planned start to the first body byte, of those planned `after_s` after the first. `idle`
+    connections are used, newest first."""
     times: list[float] = []
 
     async def one(planned: float) -> None:
         client = idle.pop() if idle else await _connect(port)
         await client.ask(request)
         assert client.first_byte_at is not None
-        times.append(client.first_byte_at - planned)
+        if planned >= began + after_s:
+            times.append(client.first_byte_at - planned)
         idle.append(client)
 
     began = perf_counter() + 0.05

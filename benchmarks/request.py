@@ -25,6 +25,7 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.chats import model_apart
 from benchmarks.process_cpu import cpu_s
 from benchmarks.relay import free_port, started
 from benchmarks.relay_load import Client
@@ -60,18 +61,16 @@ def measure(*, requests: int = 600, rounds: int = 5, approximate: bool = False) 
         engine, port, admin = free_port(), free_port(), free_port()
         kvgate = [sys.executable, "-m", "gateway"]
         with (folder / "log").open("wb") as log:
-            started(
-                stack,
-                [*kvgate, "engine", "--port", str(engine), "--speed", "1000", "--kv-tokens", "400000"],
-                engine,
-                log,
-            )
+            simulated = [*kvgate, "engine", "--port", str(engine), "--speed", "1000", "--kv-tokens", "400000"]
+            if approximate:
+                with model_apart(folder) as model:
+                    started(stack, [*simulated, "--tokenizer", str(model)], engine, log)
+            else:
+                started(stack, simulated, engine, log)
             worker = f"http://127.0.0.1:{engine}"
             config = folder / "kvgate.yaml"
             events = "off" if approximate else "auto"
             config.write_text(f"workers: [{{url: '{worker}', kv_events: {events!r}}}]\n")
-            if approximate:
-                config.write_text(config.read_text() + "models: [{name: demo}]\n")
             ports = ["--port", str(port), "--admin-port", str(admin)]
             serve = [*kvgate, "serve", "--config", str(config), *ports]
             pid = started(stack, serve, port, log, path="/ready")
