@@ -109,12 +109,22 @@ class KubernetesSource:
         return self._server, self._query
 
     async def run(self, publish: Publish) -> None:
-        """Never returns, unless it cannot read the authorities: then it raises OSError or ssl.SSLError."""
-        async with await self._client() as http:
-            while True:
-                await self._list_and_watch(http, publish)
-                await asyncio.sleep(self._pause_s * self._rng.uniform(0.5, 1.5))
-                self._pause_s = min(self._pause_s * 2, _LONGEST_PAUSE_S)
+        """Never returns."""
+        while True:
+            try:
+                http = await self._client()
+            except OSError as error:  # the file of the authorities; ssl.SSLError is one
+                publish.failed(f"{self._server.ca_file} cannot be used: {error.strerror or error}")
+                await self._pause()
+                continue
+            async with http:
+                while True:
+                    await self._list_and_watch(http, publish)
+                    await self._pause()
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._pause_s * self._rng.uniform(0.5, 1.5))
+        self._pause_s = min(self._pause_s * 2, _LONGEST_PAUSE_S)
 
     async def _list_and_watch(self, http: httpx.AsyncClient, publish: Publish) -> None:
         """Until something ends it."""

@@ -11,8 +11,6 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import socket
 import ssl
 import time
@@ -26,7 +24,6 @@ from types import MappingProxyType
 from typing import Any
 
 import structlog
-import uvicorn
 import zmq
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
@@ -49,6 +46,7 @@ from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
 from gateway.runtime.reload import Prepared, Reload
+from gateway.runtime.server import PortServer, listen, url_of
 from gateway.runtime.sharing import share
 from gateway.runtime.sources import sources_of
 from gateway.runtime.supervisor import Supervisor
@@ -69,12 +67,9 @@ _FLUSH_EVERY_S = 0.2
 _LOOK_S = 0.05
 _TOKENIZE_THREADS = 2
 """Threads that tokenise new text; the tokenizer runs outside the interpreter lock."""
-_BACKLOG = 2048
 _EVENT_SOCKETS = 5 * MAX_WORKERS
 """A feed takes three (the subscription and both ends of its monitor), a replay one more; the library's own limit of
 1,023 is reached at 341 workers."""
-_TLS_SHUTDOWN_S = 2.0
-"""A client that does not say goodbye is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +146,8 @@ class Gateway:
     async def _start(self) -> Ports:
         settings, stack = self.settings, self._stack
         server = settings.server
-        client_socket = stack.enter_context(_listen(server.host, server.port))
-        admin_socket = stack.enter_context(_listen(server.admin_host, server.admin_port))
+        client_socket = stack.enter_context(listen(server.host, server.port))
+        admin_socket = stack.enter_context(listen(server.admin_host, server.admin_port))
         executor = stack.enter_context(ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenise"))
         stack.callback(self.upstream.close)
         control = await stack.enter_async_context(open_control_client(tls=self._worker_tls))
@@ -194,6 +189,8 @@ class Gateway:
         )
         if self.traces is not None:
             stack.push_async_callback(asyncio.to_thread, self.traces.spans.close)
+        if self._requests_log is not None:
+            stack.callback(self._requests_log.flush)  # requests that were refused while the ports closed, too
         stack.push_async_callback(self.supervisor.close)
         self._ask_engines(settings)
         self._started_at = self.clock()
@@ -227,8 +224,8 @@ class Gateway:
             self.files.add(certificate.section, certificate.files, certificate.renew)
         self.supervisor.start("files", self.files.run)
         self.ports = Ports(
-            _url(client_socket, server.host, tls=tls is not None),
-            _url(admin_socket, server.admin_host, tls=admin_tls is not None),
+            url_of(client_socket, server.host, tls=tls is not None),
+            url_of(admin_socket, server.admin_host, tls=admin_tls is not None),
         )
         self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
         return self.ports
@@ -250,8 +247,6 @@ class Gateway:
         if self.edge.open_exchanges:
             self._log.warning("drain limit passed: cutting", open_requests=self.edge.open_exchanges)
         self.edge.cut()
-        if self._requests_log is not None:
-            self._requests_log.flush()
         await self._stack.aclose()
         self._log.info("stopped", open_leases=self.router.open_leases)
 
@@ -411,87 +406,13 @@ class Gateway:
         )
 
     async def _serve(self, app: Any, listener: socket.socket, *, http: Any, tls: ssl.SSLContext | None = None) -> None:
-        config = uvicorn.Config(
-            app,
-            http=http,
-            ws="none",
-            lifespan="off",
-            loop="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            # uvicorn itself takes whole seconds only; our own protocol does not use it for timers.
-            timeout_keep_alive=self.settings.server.idle_timeout_s,  # type: ignore[arg-type]
-            backlog=_BACKLOG,
-        )
-        started = asyncio.Event()
-        server = _Server(config, started.set, tls, handshake_s=self.settings.server.header_timeout_s)
+        server = PortServer(app, http=http, tls=tls, limits=self.settings.server)
         name = f"server {listener.getsockname()[1]}"
         self.supervisor.start(name, lambda: server.serve(sockets=[listener]))
         self._stack.push_async_callback(self._end_server, server, name)
-        await started.wait()
+        await server.serving.wait()
 
-    async def _end_server(self, server: _Server, name: str) -> None:
-        # Draining is over by now: idle connections are closed, nothing is waited for.
-        server.force_exit = True
-        server.ended.set()
+    async def _end_server(self, server: PortServer, name: str) -> None:
+        # Draining is over by now: nothing is waited for.
+        server.end()
         await self.supervisor.join(name)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers (signals are the command's) and without its clock: it would tick ten
-    times a second to look for the end, and waking an idle process costs more than passing a chunk."""
-
-    def __init__(
-        self, config: uvicorn.Config, on_started: Callable[[], None], tls: ssl.SSLContext | None, *, handshake_s: float
-    ) -> None:
-        super().__init__(config)
-        self.on_started = on_started
-        self._tls = tls
-        self._handshake_s = handshake_s
-        self.ended = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.ended.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # As uvicorn does it, with limits on how long the beginning and the end of TLS may take.
-        await self.lifespan.startup()
-        config = self.config
-        protocol: Any = config.http_protocol_class
-        make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
-        limits: dict[str, Any] = {}
-        if self._tls is not None:
-            limits = {"ssl_handshake_timeout": self._handshake_s, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(make, sock=listener, ssl=self._tls, backlog=config.backlog, **limits)
-            for listener in sockets or ()
-        ]
-        self.started = True
-        self.on_started()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError whose text names the address and what to do."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another address or port") from error
-    listener.setblocking(False)
-    return listener
-
-
-def _url(listener: socket.socket, host: str, *, tls: bool = False) -> str:
-    port = listener.getsockname()[1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"{'https' if tls else 'http'}://{shown}:{port}"

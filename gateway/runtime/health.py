@@ -90,9 +90,11 @@ class HealthWatch:
             await self._ask_for_one_token(worker.spec, model)
         except ProbeFailed as error:
             self._log.info("trial failed", worker=worker_id, reason=error.message)
-            self._fleet.tried(worker_id, self._clock(), passed=False)
+            passed = False
         else:
-            self._fleet.tried(worker_id, self._clock(), passed=True)
+            passed = True
+        if self._fleet.workers.get(worker_id) is worker:  # else its name may be another's by now
+            self._fleet.tried(worker_id, self._clock(), passed=passed)
 
     async def _ask_for_one_token(self, spec: WorkerSpec, model: str) -> None:
         """An answer below 500 passes: a model that completes no text says so by one. Raises ProbeFailed."""

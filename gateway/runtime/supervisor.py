@@ -20,13 +20,15 @@ same moment), and whoever waited for such a task's end waited for ever. Longer t
 class Supervisor:
     """Background tasks: named, restarted with backoff when they fail, cancelled and awaited on shutdown.
 
-    A task that returns is done and is not restarted. Names are unique while the task runs.
+    A task that returns is done and is not restarted. Names are unique while the task runs. Once it closes, nothing is
+    started any more.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._log = structlog.get_logger("kvgate.supervisor")
+        self._closing = False
         self.restarts = 0
 
     @property
@@ -35,7 +37,10 @@ class Supervisor:
         return sorted(self._tasks)
 
     def start(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Run `run()` in the background under `name`. Raises ValueError when the name is taken."""
+        """Run `run()` in the background under `name`. Raises ValueError when the name is taken, RuntimeError when all
+        tasks end: what would run then would run for ever."""
+        if self._closing:
+            raise RuntimeError(f"task {name!r} is not started: the process ends")
         if name in self._tasks:
             raise ValueError(f"a task named {name!r} runs already")
         task = asyncio.get_running_loop().create_task(self._keep(name, run), name=name)
@@ -55,7 +60,8 @@ class Supervisor:
             await asyncio.wait([task])
 
     async def close(self) -> None:
-        """Cancel all tasks and wait for them."""
+        """Cancel all tasks and wait for them; none is started from now on."""
+        self._closing = True
         await _end(list(self._tasks.values()))
 
     async def _keep(self, name: str, run: Callable[[], Awaitable[None]]) -> None:

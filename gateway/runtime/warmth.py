@@ -160,6 +160,8 @@ class Warmth:
             return
         if not await self._shelf.claim(rank_name(*key), period_s):
             return
+        if seat.feeds.get(source) is not feed:
+            return  # it has left meanwhile, and its slot may be another worker's
         # Nothing is awaited between these two: the copy is that of the point.
         point = feed.point
         blocks = self._index.snapshot(seat.slot, source.rank) if point is not None else None

@@ -25,6 +25,7 @@ from gateway.discovery import (
 from gateway.discovery.kube_objects import Kind
 from gateway.records import WorkerId, WorkerSpec
 from gateway.sim.kube_api import PODS, SLICES, Json, Kube, endpoint, endpoint_slice, kube, pod, terminating
+from tests.integration.certificates import authority
 from tests.integration.rig import Rig, rig, until
 
 LIKE = WorkerSpec(WorkerId(""), "")
@@ -235,6 +236,24 @@ async def test_a_file_that_holds_no_token_is_told_and_not_shown(api: Kube, tmp_p
         await until(lambda: said.error is not None)
         assert said.error == f"{api.url}: {token} does not hold a token: one line of plain letters"
     assert not api.asked
+
+
+async def test_authorities_that_cannot_be_read_are_told_and_looked_for_again(api: Kube, tmp_path: Path) -> None:
+    """The file may be mounted later than the gateway starts."""
+    api.apply(PODS, pod("a", "10.0.0.1"))
+    authorities = tmp_path / "ca.crt"
+    query = KubeQuery(Pods(), "llm", "app=vllm", KubeTraits(LIKE))
+    made, said = KubernetesSource(ApiServer(api.url, None, authorities), query, rng=Random(1)), Said()
+    running = asyncio.create_task(made.run(said))
+    try:
+        await until(lambda: said.error is not None)
+        assert str(authorities) in (said.error or "")
+        authorities.write_bytes(authority(tmp_path).ca.read_bytes())
+        await until(lambda: set(said.hosts) == {"a"})
+        assert said.error is None
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def test_a_selector_that_fits_too_much_is_told(api: Kube, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,3 +81,21 @@ async def test_closing_waits_for_what_tasks_clean_up() -> None:
     await running.wait()
     await tasks.close()
     assert cleaned == [True]
+
+
+async def test_what_is_started_while_all_end_does_not_run_for_ever() -> None:
+    tasks = supervisor()
+
+    async def leaves_one_behind() -> None:
+        try:
+            await forever()
+        finally:
+            with pytest.raises(RuntimeError, match="the process ends"):
+                tasks.start("late", forever)
+
+    tasks.start("early", leaves_one_behind)
+    await asyncio.sleep(0)
+    await tasks.close()
+    assert tasks.names == []
+    with pytest.raises(RuntimeError, match="the process ends"):
+        tasks.start("later", forever)

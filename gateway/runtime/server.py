@@ -1,0 +1,139 @@
+"""The server of one port: uvicorn's, with limits of ours and an end at which nothing is left.
+
+Rules:
+1. Signals are the command's: uvicorn's handlers are not installed, and `end` ends it.
+2. Without its clock: it would tick ten times a second to look for the end, and waking an idle process costs more than
+   passing a chunk.
+3. After the end no connection and no request is left: requests are cancelled, and what was written may be taken for a
+   second more. Who was accepted in the same moment is cut as soon as the connection is made, which may be later: a TLS
+   handshake takes its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import ssl
+from typing import Any
+
+import uvicorn
+
+from gateway.settings import ServerSettings
+
+_BACKLOG = 2048
+_TLS_SHUTDOWN_S = 2.0
+"""A client that does not say goodbye is cut."""
+_LAST_BYTES_S = 1.0
+"""At the end: for clients that have not taken the last bytes of their answer."""
+_LOOK_S = 0.02
+
+
+class PortServer(uvicorn.Server):
+    """Serves `app` with the protocol class `http` (as `uvicorn.Config` takes it), over TLS where `tls` is given.
+    `serving` is set once it accepts connections."""
+
+    def __init__(self, app: Any, *, http: Any, tls: ssl.SSLContext | None, limits: ServerSettings) -> None:
+        config = uvicorn.Config(
+            app,
+            http=http,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            # uvicorn itself takes whole seconds only; our own protocol does not use it for timers.
+            timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
+            backlog=_BACKLOG,
+        )
+        super().__init__(config)
+        self.serving = asyncio.Event()
+        self._tls = tls
+        self._handshake_s = limits.header_timeout_s
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """Stop accepting, and cut what is open; `serve` returns when that is done."""
+        self.force_exit = True
+        self._ended.set()
+
+    async def main_loop(self) -> None:
+        await self._ended.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # As uvicorn does it, with limits on how long the beginning and the end of TLS may take.
+        await self.lifespan.startup()
+        config = self.config
+        protocol = _cut_after(self._ended, config.http_protocol_class)
+        make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        limits: dict[str, Any] = {}
+        if self._tls is not None:
+            limits = {"ssl_handshake_timeout": self._handshake_s, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(make, sock=listener, ssl=self._tls, backlog=config.backlog, **limits)
+            for listener in sockets or ()
+        ]
+        self.started = True
+        self.serving.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # First only accept no more: asyncio loses a connection, and leaves it open, that was accepted before its server
+        # was closed and has its first turn behind that.
+        for listener in sockets or ():
+            asyncio.get_running_loop().remove_reader(listener)
+        await asyncio.sleep(0)
+        await super().shutdown(sockets)
+        # uvicorn leaves open what is in the middle of an answer, and goes on with the request.
+        requests = set(self.server_state.tasks)
+        for request in requests:
+            request.cancel()
+        if requests:
+            await asyncio.wait(requests, timeout=_LAST_BYTES_S)
+        left: set[Any] = self.server_state.connections
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_BYTES_S):
+                while any(connection.transport.is_closing() for connection in left):  # noqa: ASYNC110  once, at the end
+                    await asyncio.sleep(_LOOK_S)
+        for connection in list(left):
+            connection.transport.abort()
+
+
+def _cut_after(ended: asyncio.Event, protocol: Any) -> Any:
+    """The same protocol class; what is made of it is cut at once when the server has ended by then (rule 3)."""
+
+    class Cut(protocol):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if ended.is_set():
+                transport.abort()
+
+    return Cut
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError whose text names the address and what to do."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another address or port") from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket, host: str, *, tls: bool = False) -> str:
+    """Base URL of what listens there, as somebody on this machine reaches it; `host` as it was configured."""
+    port = listener.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
