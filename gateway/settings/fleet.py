@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -12,6 +13,10 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from gateway.pool import MAX_WORKERS, Route, Shadow, Version
 from gateway.records import EngineKind, RankChoice, Role, WorkerId, WorkerSpec
 from gateway.settings.section import BearerToken, Seconds, Section, why
+
+_WRITTEN = re.compile(r"""[^\x00-\x20\x7f-\xa0"'<>\\^`{|}\ud800-\udfff]+""")
+"""Everything but white space, control characters, and what RFC 3986 allows nowhere. Letters of all alphabets stay: a
+host may have such a name."""
 
 _YAML_OFF = WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}]})
 """YAML 1.1 reads a bare `off` as false."""
@@ -235,15 +240,23 @@ class LoadSettings(Section):
 
 def worker_url(value: str) -> str:
     """A worker's base URL without a trailing slash. Raises ValueError saying what a right one looks like."""
+    if not _WRITTEN.fullmatch(value):  # what urlsplit would leave out, or resolvers stumble over
+        raise ValueError(f"{value!r} holds a character that no URL has; expected one like http://10.0.0.1:8000")
     parts = urlsplit(value if "://" in value else f"http://{value}")
     try:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"{value!r}: the port is no number from 1 to 65535") from error
+    if port == 0:
+        raise ValueError(f"{value!r}: the port is no number from 1 to 65535")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{value!r} is no worker URL; expected one like http://10.0.0.1:8000")
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
         raise ValueError(f"{value!r}: give the base URL only, without path, query or user (http://10.0.0.1:8000)")
+    try:
+        parts.hostname.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{value!r}: {parts.hostname!r} cannot be the name of a host ({error})") from error
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
 

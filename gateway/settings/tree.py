@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gateway.credentials import WorkerTls
-from gateway.pool import Routes
+from gateway.pool import MAX_WORKERS, Routes
 from gateway.records import WorkerSpec
 from gateway.settings.discovery import DiscoverySettings
 from gateway.settings.fleet import HealthSettings, LoadSettings, ModelSettings, WorkerSettings
@@ -31,7 +35,7 @@ class Settings(BaseSettings):
     server: ServerSettings = ServerSettings()
     auth: AuthSettings = AuthSettings()
     models: tuple[ModelSettings, ...] = ()
-    workers: tuple[WorkerSettings, ...] = ()
+    workers: tuple[WorkerSettings, ...] = Field((), max_length=MAX_WORKERS)
     discovery: DiscoverySettings = DiscoverySettings()
     worker_tls: WorkerTls = WorkerTls()
     routing: RoutingSettings = RoutingSettings()
@@ -59,10 +63,9 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _names_once(self) -> Settings:
         names = [w.name for w in self.workers if w.name]
-        for name in {n for n in names if names.count(n) > 1}:
+        for name in _repeated(names):
             raise ValueError(f"workers: the name {name!r} is used twice")
-        urls = [w.url for w in self.workers]
-        for url in {url for url in urls if urls.count(url) > 1}:
+        for url in _repeated(w.url for w in self.workers):
             raise ValueError(f"workers: {url} is given twice")
         server = self.server
         if server.port and server.port == server.admin_port:
@@ -76,7 +79,7 @@ class Settings(BaseSettings):
         if self.discovery.registry is not None and self.redis.url is None:
             raise ValueError("discovery.registry: the registry is in the store: set redis.url")
         served = [n for m in self.models for n in (m.name, *m.aliases)]
-        for name in {n for n in served if served.count(n) > 1}:
+        for name in _repeated(served):
             raise ValueError(f"models: the name {name!r} is used twice")
         return self
 
@@ -86,10 +89,11 @@ class Settings(BaseSettings):
 
     def worker_specs(self) -> list[WorkerSpec]:
         """The configured workers, each with a name of its own."""
-        taken = {w.name for w in self.workers if w.name}
-        specs = []
-        for worker in self.workers:
-            spec = worker.spec(taken)
-            taken.add(spec.name)
-            specs.append(spec)
-        return specs
+        taken = {worker.name for worker in self.workers}
+        free = (name for name in map("w{}".format, itertools.count(1)) if name not in taken)
+        return [worker.as_spec(worker.name or next(free), worker.url) for worker in self.workers]
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    """Those that are there more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]

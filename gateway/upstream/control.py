@@ -5,7 +5,8 @@ Rules:
    than one that is silent.
 2. An answer is read up to `max_bytes`; a worker that sends more is at fault.
 3. Each worker has its own connections without a shared limit, so a hanging worker delays nobody else.
-4. Every failure is a `ProbeFailed` whose message names the address and the likely fix.
+4. A worker that may not be there is knocked at first: that finds nobody at a tenth of what a request costs.
+5. Every failure is a `ProbeFailed` whose message names the address and the likely fix.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -55,12 +57,29 @@ class ControlClient:
         timeout_s: float = 5.0,
         max_bytes: int = MAX_ANSWER_BYTES,
         tls: ssl.SSLContext | None = None,
+        connect: Callable[[str, int], Awaitable[None]] | None = None,
     ) -> None:
-        """`tls` is for those who keep a connection of their own (`poll_line`)."""
+        """`tls` is for those who keep a connection of their own (`poll_line`); `connect` connects to a host and port
+        and hangs up, None where `http` does not use the network."""
         self.tls = tls
+        self._connect = connect
         self._http = http
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
+
+    async def knock(self, url: str) -> None:
+        """Connect and hang up. Raises ProbeFailed when nobody listens there (`away`), or not within the deadline."""
+        if self._connect is None:
+            return
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._connect(parts.hostname or "", port)
+        except TimeoutError as error:
+            raise _no_answer(url, self._timeout_s) from error
+        except (OSError, UnicodeError) as error:  # the second: a name that cannot be one
+            raise _no_connection(url, error) from error
 
     async def get(self, url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> Answer:
         """Any answer is returned, also 4xx and 5xx. Raises ProbeFailed: no connection (`away`), deadline, too large."""
@@ -101,18 +120,13 @@ class ControlClient:
             ):
                 return Answer(response.status_code, await self._body(response, url), response.headers.get("date"))
         except TimeoutError as error:
-            raise ProbeFailed(
-                f"{url} did not answer within {limit_s:g} s; is the worker overloaded or stuck?"
-            ) from error
+            raise _no_answer(url, limit_s) from error
         except httpx.InvalidURL as error:
             raise ProbeFailed(f"{url} is no usable address ({error}); write it as http://host:port") from error
         except httpx.UnsupportedProtocol as error:
             raise ProbeFailed(f"{url} does not start with http:// or https://") from error
         except httpx.ConnectError as error:
-            raise ProbeFailed(
-                f"no connection to {url} ({error}); is the worker running, and are host, port and TLS right?",
-                away=True,
-            ) from error
+            raise _no_connection(url, error) from error
         except httpx.HTTPError as error:
             raise ProbeFailed(
                 f"{url} broke off the answer ({type(error).__name__}: {error}); is this an HTTP server?"
@@ -129,6 +143,49 @@ class ControlClient:
         return b"".join(parts)
 
 
+class Turnstile:
+    """Lets few begin at a time, so that a thousand that begin at once do not take the event loop for themselves. Who is
+    inside for longer than `young_s` does not count any more: those that wait for an answer keep nobody out."""
+
+    def __init__(self, places: int, *, young_s: float) -> None:
+        self._places = asyncio.Semaphore(places)
+        self._young_s = young_s
+
+    @contextlib.asynccontextmanager
+    async def inside(self) -> AsyncIterator[None]:
+        """Waits for a place."""
+        await self._places.acquire()
+        left = False
+
+        def leave() -> None:
+            nonlocal left
+            if not left:
+                left = True
+                self._places.release()
+
+        timer = asyncio.get_running_loop().call_later(self._young_s, leave)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            leave()
+
+
+async def _connect(host: str, port: int) -> None:
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, host, port)
+    transport.close()
+
+
+def _no_answer(url: str, limit_s: float) -> ProbeFailed:
+    return ProbeFailed(f"{url} did not answer within {limit_s:g} s; is the worker overloaded or stuck?")
+
+
+def _no_connection(url: str, error: Exception) -> ProbeFailed:
+    return ProbeFailed(
+        f"no connection to {url} ({error}); is the worker running, and are host, port and TLS right?", away=True
+    )
+
+
 @contextlib.asynccontextmanager
 async def open_control_client(
     *, timeout_s: float = 5.0, max_bytes: int = MAX_ANSWER_BYTES, tls: ssl.SSLContext | bool = True
@@ -142,4 +199,4 @@ async def open_control_client(
         limits=limits, timeout=None, verify=tls, trust_env=False, follow_redirects=False
     ) as http:
         context = tls if isinstance(tls, ssl.SSLContext) else None
-        yield ControlClient(http, timeout_s=timeout_s, max_bytes=max_bytes, tls=context)
+        yield ControlClient(http, timeout_s=timeout_s, max_bytes=max_bytes, tls=context, connect=_connect)

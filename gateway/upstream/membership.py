@@ -35,7 +35,7 @@ from gateway.kv import KvIndex
 from gateway.pool import Fleet
 from gateway.prefix import PromptHasher
 from gateway.records import EventSource, LoadSample, Outcome, Severity, TrustState, WorkerFacts, WorkerId, WorkerSpec
-from gateway.upstream.control import ControlClient, ProbeFailed
+from gateway.upstream.control import ControlClient, ProbeFailed, Turnstile
 from gateway.upstream.discovery import probe, serves_the_same
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
@@ -45,6 +45,10 @@ from gateway.upstream.ranks import rank_facts, rank_specs
 
 _FORGOTTEN_AT_ONCE = 1_000
 """Blocks forgotten in one turn of the loop, half a millisecond."""
+
+_PROBES_AT_ONCE, _YOUNG_S = 16, 0.1
+"""With each answer within a millisecond or so, more would only wait for each other's CPU; engines that take longer make
+room after a tenth of a second."""
 
 _FIRST_RETRY_S = 0.25
 _LONGEST_RETRY_S = 5.0
@@ -99,6 +103,7 @@ class Membership:
         self._on_left = on_left
         self.settings = settings or MembershipSettings()
         self._turns = asyncio.Lock()
+        self._probes = Turnstile(_PROBES_AT_ONCE, young_s=_YOUNG_S)
         self._settings_changed = False
         self._members: dict[WorkerId, Member] = {}
         self._log = structlog.get_logger("kvgate.membership")
@@ -286,14 +291,17 @@ class Membership:
 
     async def _probe(self, member: Member, *, asked_for: bool) -> WorkerFacts:
         """What the server says of itself, or what it said if that still holds. Raises ProbeFailed."""
-        known, short = member.probed, member.may_be_short(asked_for=asked_for)
-        member.confirmed = False
-        if known is not None and short and await serves_the_same(member.spec, self._control, known):
-            member.short_probes += 1
-            return known
-        member.short_probes = 0
-        member.probed = await probe(member.spec, self._control, known=known)
-        return member.probed
+        async with self._probes.inside():
+            if member.away or not member.seats:
+                await self._control.knock(member.spec.url)
+            known, short = member.probed, member.may_be_short(asked_for=asked_for)
+            member.confirmed = False
+            if known is not None and short and await serves_the_same(member.spec, self._control, known):
+                member.short_probes += 1
+                return known
+            member.short_probes = 0
+            member.probed = await probe(member.spec, self._control, known=known)
+            return member.probed
 
     def _failed(self, member: Member, reason: str) -> None:
         if member.error != reason:

@@ -601,6 +601,10 @@ async def test_a_worker_without_a_name_gets_one(client: httpx.AsyncClient, gatew
     [
         ({"url": "http://10.0.0.9:8000", "name": "w1"}, 409, "worker_exists"),
         ({"url": "http://nowhere:8000"}, 502, "probe_failed"),
+        ({"url": "http://\0"}, 422, "invalid_value"),
+        ({"url": "http://a..b"}, 422, "invalid_value"),
+        ({"url": f"http://{'a' * 64}"}, 422, "invalid_value"),
+        ({"url": "http://a:0"}, 422, "invalid_value"),
         ({"url": "http://one-too-many:8000"}, 503, "fleet_full"),
         ({"url": "http://10.0.0.9:8000", "ranks": "some"}, 422, "invalid_value"),
         ({"url": "http://10.0.0.9:8000", "data_parallel_size": 0}, 422, "invalid_value"),
@@ -614,7 +618,10 @@ async def test_a_worker_that_cannot_join(
 ) -> None:
     answer = await client.post("/admin/workers", json=body)
     assert answer.status_code == status
-    assert error_of(answer)["code"] == code
+    error = error_of(answer)
+    assert error["code"] == code
+    if "url: " in error["message"]:
+        assert error["param"] == "url"
     assert set(gateway.fleet.workers) == {"w1", "w2"}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.config import MAX_FILE_BYTES, ConfigError, Sources, load
 from gateway.credentials import key_hash
+from gateway.pool.fleet import MAX_WORKERS
 from gateway.records import Endpoint, EngineKind, RankChoice, WorkerId, WorkerSpec
 from gateway.settings import Settings, default_worker_name, worker_url
 
@@ -185,6 +186,38 @@ def test_round_trip() -> None:
 )
 def test_worker_urls(given: str, url: str) -> None:
     assert worker_url(given) == url
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "http://\0",
+        "http://a\n",
+        "http://a b",
+        "http://a\ud800",
+        "http://a..b",
+        f"http://{'a' * 64}",
+        "http://a:0",
+        "http://a:65536",
+    ],
+)
+def test_what_is_no_worker_url_is_told(given: str) -> None:
+    with pytest.raises(ValueError, match=r"no URL has|cannot be the name of a host|from 1 to 65535"):
+        worker_url(given)
+
+
+def test_a_host_may_have_a_name_of_other_letters() -> None:
+    assert worker_url("http://bücher.example:1") == "http://bücher.example:1"
+
+
+def test_as_many_workers_as_a_fleet_holds() -> None:
+    """Five thousand cost no more than reading them."""
+    given = [{"url": f"http://a{number}:1"} for number in range(MAX_WORKERS)]
+    names = [spec.name for spec in load(environ={}, overrides={"workers": given}).worker_specs()]
+    assert (names[0], names[-1], len(set(names))) == ("w1", f"w{MAX_WORKERS}", MAX_WORKERS)
+    more = [{"url": f"http://a{number}:1"} for number in range(5000)]
+    assert "workers: " in problems_of(environ={}, overrides={"workers": more})
+    assert "at most 1024" in problems_of(environ={}, overrides={"workers": more})
 
 
 def test_default_names_are_distinct() -> None:
