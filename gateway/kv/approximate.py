@@ -160,7 +160,7 @@ class ApproximateBlocks:
             if fresh:
                 self._enter(learned.bit, fresh)
                 if promises.held:
-                    deque(map(promises.confirmed, fresh), maxlen=0)
+                    promises.confirm(fresh)
                 # From the last to the first: rule 3.
                 order.update(zip(reversed(fresh), repeat(now), strict=False))
             if head:

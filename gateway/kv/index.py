@@ -28,12 +28,12 @@ from typing import Final
 from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, ApproximateStats, Remembered
 from gateway.kv.events import KvEvent
 from gateway.kv.ingest import Placement
-from gateway.kv.numbers import Applied, IndexStats, Mark, Tally, applied, estimated_bytes
-from gateway.kv.overlap import Overlaps, run_of
+from gateway.kv.numbers import Applied, IndexStats, Mark, Tally, applied, index_stats
+from gateway.kv.overlap import Overlaps, run_on
 from gateway.kv.preview import Preview
 from gateway.kv.snapshot import RankBlocks, putting_back, taken
 from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
-from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
+from gateway.kv.tables import TIER_INDEX, RankTable, WorkerTable
 from gateway.kv.truncation import Truncation, blocks_within
 from gateway.kv.windows import Windows
 from gateway.records import BlockKey, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
@@ -73,15 +73,14 @@ class KvIndex:
         self._total = 0
         """What all workers' tables take, in blocks (`WorkerTable.weight`); counted for the cap only."""
         self._hidden = 0
-        self._speculative = SpeculativeBlocks(self._placement.masks[0], speculative_limit)
+        self._speculative = SpeculativeBlocks(speculative_limit)
         self._approximate = ApproximateBlocks(self._placement.masks[0], approximate) if approximate else None
         self._workers: dict[Slot, WorkerTable] = {}
         self._spans: dict[Slot, int] = {}
         self._reaches: dict[Slot, int] = {}
         self._windows = Windows(self._placement.windows.masks, self._reaches)
         self._orphan_limit = orphan_limit
-        self._orphans_dropped = 0
-        self._epochs = 0
+        self._orphans_dropped = self._epochs = 0
 
     def apply_limits(self, *, max_bytes: int, approximate: ApproximateSettings, offload_ttl_s: float) -> None:
         """Other limits than those it was made with, where it has such limits; a smaller cap is reached with the events
@@ -103,8 +102,10 @@ class KvIndex:
         if block_size < 1:
             raise ValueError("block_size is at least 1")
         self.release(slot)
-        self._workers[slot] = WorkerTable(slot, block_size=block_size, counted=engine is not EngineKind.SGLANG)
-        self._begin_epoch(self._workers[slot])
+        promises = Promises(1 << slot, self._speculative.heads, self._placement.masks[0])
+        worker = WorkerTable(slot, promises, block_size=block_size, counted=engine is not EngineKind.SGLANG)
+        self._workers[slot] = worker
+        self._begin_epoch(worker)
 
     def release(self, slot: Slot) -> None:
         """The worker is gone; its slot may be bound again. Unknown slots are fine."""
@@ -114,7 +115,7 @@ class KvIndex:
         self.purge(slot)
         self._hidden &= ~worker.bit
         self._total -= worker.weighed
-        self._speculative.retract_all(worker.promises)
+        worker.promises.clear()
         if self._approximate is not None:
             self._approximate.release(worker.bit)
         self._spans.pop(slot, None)
@@ -306,7 +307,7 @@ class KvIndex:
     def announced(self, slot: Slot, key: BlockKey) -> bool:
         """Whether the worker's events say that it holds this block, in any tier; a promise is no announcement."""
         worker = self._workers.get(slot)
-        if worker is None or key in worker.promises:
+        if worker is None:
             return False
         return any(masks.get(key, 0) & worker.bit for masks in self._placement.masks)
 
@@ -355,7 +356,7 @@ class KvIndex:
             blocks,
             slots & ~self._hidden if self._hidden else slots,
             masks=self._placement.masks,
-            promises=self._promises,
+            heads=self._speculative.heads,
             slow_slots=self._placement.slow_slots,
             # Blocks of text are no whole number of the engine's: there is nothing to round to.
             spans=_NO_SPANS if blocks.mode is PrefixMode.APPROXIMATE else self._spans,
@@ -369,11 +370,11 @@ class KvIndex:
         """
         worker = self._workers.get(slot)
         if worker is None:
-            return Speculation(Promises(1 << slot), [])
+            return Speculation(None, [])
         parts: list[Part] = []
         run = None if overlaps is None else overlaps.run(slot)
         for keys, _ in blocks.chains:
-            length = run_of(keys, worker.bit, self._placement.masks[0]) if run is None else run
+            length = self._run(worker, keys, 0) if run is None else run
             self._speculative.promise(worker.promises, keys, length, parts)
             if self._truncation is not None and self._truncation.watches(self._total):
                 self._truncation.ask(keys[:length])
@@ -383,15 +384,23 @@ class KvIndex:
         """As `speculate`, where only the end of a chain is known: `keys` are its blocks from number `first` on."""
         worker = self._workers.get(slot)
         if worker is None:
-            return Speculation(Promises(1 << slot), [])
+            return Speculation(None, [])
         parts: list[Part] = []
-        run = first + run_of(keys, worker.bit, self._placement.masks[0])
-        self._speculative.promise(worker.promises, [_UNKNOWN] * first + list(keys), run, parts, first=first)
+        chain = [_UNKNOWN] * first + list(keys)
+        run, end = -1, first
+        while run < end < len(chain):
+            run = end
+            stretch = worker.promises.covering(chain, run)  # it may have begun before `first`
+            if stretch is not None:
+                end = stretch.goes_with(chain, stretch.start, same=run + 1 - stretch.start)
+            else:
+                end = self._run(worker, chain, run)
+        self._speculative.promise(worker.promises, chain, end, parts, first=first)
         return Speculation(worker.promises, parts)
 
-    def _promises(self, slot: Slot) -> Promises:
-        worker = self._workers.get(slot)
-        return Promises(1 << slot) if worker is None else worker.promises
+    def _run(self, worker: WorkerTable, keys: Sequence[BlockKey], at: int) -> int:
+        """Where the worker's run over announced and promised blocks ends that has come to block `at`."""
+        return run_on(keys, at, worker.bit, self._placement.masks[0], self._speculative.heads)
 
     def retract(self, speculation: Speculation) -> None:
         """End a speculation; idempotent, also after its slot was released or bound anew."""
@@ -474,8 +483,9 @@ class KvIndex:
     # ------------------------------------------------------------------ numbers
 
     def holders(self, key: BlockKey) -> int:
-        """The workers that hold this block in any tier, as bits of their slots."""
-        return reduce(or_, (masks.get(key, 0) for masks in self._placement.masks))
+        """The workers that hold this block in any tier, or were promised it, as bits of their slots."""
+        promised = (worker.bit for worker in self._workers.values() if key in worker.promises)
+        return reduce(or_, promised, reduce(or_, (masks.get(key, 0) for masks in self._placement.masks)))
 
     def resident(self, slot: Slot, tier: Tier) -> int:
         """Distinct keys the worker holds in a tier."""
@@ -497,22 +507,13 @@ class KvIndex:
 
     def stats(self) -> IndexStats:
         """Numbers for metrics and the admin port; costs a walk over workers and ranks, not over blocks."""
-        workers = self._workers
-        tables = [table for worker in workers.values() for table in worker.ranks.values()]
-        approximate = self._approximate.stats() if self._approximate is not None else ApproximateStats(0, 0, {})
-        tables += [preview.over for worker in workers.values() for preview in worker.previews.values()]
-        return IndexStats(
-            blocks={slot: dict(zip(TIERS, worker.blocks, strict=True)) for slot, worker in workers.items()},
-            ignored={slot: dict(worker.ignored) for slot, worker in workers.items()},
-            keys=sum(len(masks) for masks in self._placement.masks),
-            orphans=sum(len(table.orphans) - table.placeholders for table in tables),
-            placeholders=sum(table.placeholders for table in tables),
+        return index_stats(
+            self._placement.masks,
+            self._workers,
+            self._approximate.stats() if self._approximate is not None else ApproximateStats(0, 0, {}),
             orphans_dropped=self._orphans_dropped,
-            speculative=sum(worker.promises.held for worker in workers.values()),
             speculative_truncated=self._speculative.truncated,
             truncated=self._truncation.truncated if self._truncation is not None else 0,
-            estimated_bytes=estimated_bytes(self._placement.masks, workers.values(), tables) + approximate.bytes,
-            approximate=approximate,
         )
 
     def engine_hashes(self, slot: Slot, rank: int, tier: Tier) -> frozenset[int]:

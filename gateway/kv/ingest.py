@@ -187,10 +187,12 @@ class Placement:
             masks[key] = bit
         elif not mask & bit:
             masks[key] = mask | bit
-        elif not worker.promises.held or not worker.promises.confirmed(key):
+        else:
             worker.shared[0][key] = worker.shared[0].get(key, 0) + 1
             worker.blocks[0] -= 1
         worker.blocks[0] += 1
+        if worker.promises.held:
+            worker.promises.confirm((key,))
         if worker.counted:
             table.chunks.stored(parent, event.hashes)
         return True
@@ -208,7 +210,6 @@ class Placement:
         held = table.held[tier]
         masks = self.masks[tier]
         bit = worker.bit
-        promises = worker.promises
         stored = shared = 0
         for engine_hash, key in zip(hashes, keys, strict=True):
             if engine_hash in held:
@@ -221,11 +222,13 @@ class Placement:
                 masks[key] = bit
             elif not mask & bit:
                 masks[key] = mask | bit
-            elif tier or not promises.held or not promises.confirmed(key):
+            else:
                 shared += 1
                 worker.shared[tier][key] = worker.shared[tier].get(key, 0) + 1
         tally.stored[tier] += stored
         worker.blocks[tier] += stored - shared
+        if tier == 0 and worker.promises.held:
+            worker.promises.confirm(keys)
         if tier and worker.blocks[tier]:
             self.slow_slots |= bit
         elif table.windows is not None:
@@ -259,13 +262,15 @@ class Placement:
         bit = worker.bit
         for key in keys:
             mask = masks.get(key, 0)
-            if mask & bit and not (tier == 0 and worker.promises.confirmed(key)):
+            if mask & bit:
                 worker.shared[tier][key] = worker.shared[tier].get(key, 0) + 1
             else:
                 masks[key] = mask | bit
                 worker.blocks[tier] += 1
         if tier:
             self.slow_slots |= bit
+        elif worker.promises.held:
+            worker.promises.confirm(keys)
 
     def _repeat(self, worker: WorkerTable, table: RankTable, tier: int, engine_hash: EngineHash, tally: Tally) -> None:
         tally.repeated += 1
@@ -447,8 +452,11 @@ class Placement:
         else:
             masks[key] = mask ^ bit
         worker.blocks[tier] -= 1
-        if tier == 0 and self.windows.masks:
-            self.windows.unmark(key, bit)
+        if tier == 0:
+            if worker.promises.held:
+                worker.promises.confirm((key,))
+            if self.windows.masks:
+                self.windows.unmark(key, bit)
         if tier and not any(worker.blocks[1:]):
             self.slow_slots &= ~bit
 

@@ -70,7 +70,7 @@ class Applied(NamedTuple):
 class IndexStats:
     """The state of the index. `blocks` counts distinct keys by slot and tier; `ignored` is by slot and reason, since
     the slot was bound. `truncated` counts blocks let go because of the cap. `estimated_bytes` covers every table; it is
-    an estimate, good to a tenth. `keys` are distinct keys in all tiers, promised and learned ones included."""
+    an estimate, good to a tenth. `keys` are distinct keys in all tiers, learned ones included."""
 
     blocks: Mapping[Slot, Mapping[Tier, int]]
     ignored: Mapping[Slot, Mapping[str, int]]
@@ -114,7 +114,34 @@ def applied(tally: Tally, *, unfinished: bool) -> Applied:
     )
 
 
-def estimated_bytes(
+def index_stats(
+    masks: Sequence[Mapping[BlockKey, int]],
+    workers: Mapping[Slot, WorkerTable],
+    approximate: ApproximateStats,
+    *,
+    orphans_dropped: int,
+    speculative_truncated: int,
+    truncated: int,
+) -> IndexStats:
+    """The numbers of all tables; costs a walk over workers and ranks, not over blocks."""
+    tables = [table for worker in workers.values() for table in worker.ranks.values()]
+    tables += [preview.over for worker in workers.values() for preview in worker.previews.values()]
+    return IndexStats(
+        blocks={slot: dict(zip(TIERS, worker.blocks, strict=True)) for slot, worker in workers.items()},
+        ignored={slot: dict(worker.ignored) for slot, worker in workers.items()},
+        keys=sum(map(len, masks)),
+        orphans=sum(len(table.orphans) - table.placeholders for table in tables),
+        placeholders=sum(table.placeholders for table in tables),
+        orphans_dropped=orphans_dropped,
+        speculative=sum(worker.promises.held for worker in workers.values()),
+        speculative_truncated=speculative_truncated,
+        truncated=truncated,
+        estimated_bytes=_estimated_bytes(masks, workers.values(), tables) + approximate.bytes,
+        approximate=approximate,
+    )
+
+
+def _estimated_bytes(
     masks: Sequence[Mapping[BlockKey, int]], workers: Iterable[WorkerTable], tables: Sequence[RankTable]
 ) -> int:
     """What the tables take; good to a tenth."""

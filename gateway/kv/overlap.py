@@ -2,7 +2,8 @@
 
 Rules:
 1. A worker's run is contiguous from block 0: the blocks on GPU first, announced or promised by a decision
-   (speculative), then the blocks in slower tiers that follow. What lies behind a hole is worth nothing.
+   (speculative), then the blocks in slower tiers that follow. What lies behind a hole is worth nothing. Announced
+   blocks are looked up one by one; a promise goes on from where they end, as a whole (`speculation`).
 2. A prompt's last token is always computed, so at most the full blocks of its first `tokens - 1` tokens count, per
    chain. Engines match whole blocks of their own: where one covers several keys, the run is floored to it.
 3. The walk keeps the mask of workers whose run has not ended; it only loses bits.
@@ -10,13 +11,13 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import accumulate, groupby, repeat
-from operator import and_
+from operator import and_, or_
 from typing import Final
 
-from gateway.kv.speculation import Promises
+from gateway.kv.speculation import Heads
 from gateway.kv.tables import TIERS
 from gateway.kv.windows import Windows, resumes_at
 from gateway.records import BlockKey, PrefixBlocks, Slot, Tier
@@ -73,6 +74,48 @@ def run_of(keys: Sequence[BlockKey], bit: int, masks: Masks) -> int:
     return total
 
 
+def run_on(keys: Sequence[BlockKey], at: int, bit: int, gpu: Masks, heads: Heads) -> int:
+    """Where one worker's run over announced and promised blocks ends that has come to block `at`."""
+    total = len(keys)
+    while at < total:
+        for stretch in heads.get(keys[at], ()):
+            if stretch.bit == bit:
+                at = stretch.goes_with(keys, at)
+                break
+        else:
+            announced = run_of(keys[at:], bit, gpu) if gpu.get(keys[at], 0) & bit else 0
+            if not announced:
+                break
+            at += announced
+    return at
+
+
+def with_promises(keys: Sequence[BlockKey], runs: list[Run], slots: int, gpu: Masks, heads: Heads) -> list[Run]:
+    """Runs over announced blocks, gone on through promised ones."""
+    total = len(keys)
+    started = 0
+    for _, mask in runs:
+        started |= mask
+    found: dict[int, int] = {}
+    for length, mask in [(0, slots & ~started), *runs]:
+        here = heads.get(keys[length]) if length < total else None
+        if here is not None:
+            for stretch in here:
+                bit = stretch.bit
+                if not mask & bit:
+                    continue
+                mask ^= bit
+                # Mostly it reaches the end of this very prompt, and there may be one for every worker.
+                if length + len(stretch.keys) == total and stretch.keys[-1] == keys[-1]:
+                    end = total
+                else:
+                    end = run_on(keys, stretch.goes_with(keys, length), bit, gpu, heads)
+                found[end] = found.get(end, 0) | bit
+        if length and mask:
+            found[length] = found.get(length, 0) | mask
+    return list(found.items())
+
+
 def slow_end(keys: Sequence[BlockKey], start: int, bit: int, tiers: Sequence[Masks]) -> int:
     """Where one worker's run ends when it goes on from block `start` through slower tiers."""
     for at in range(start, len(keys)):
@@ -88,7 +131,7 @@ class Overlaps:
     A slot that was no candidate, or holds nothing, has 0 everywhere.
     """
 
-    __slots__ = ("_blocks", "_masks", "_prefix", "_promises", "_slow", "_spans", "_tokens", "_windows")
+    __slots__ = ("_blocks", "_masks", "_prefix", "_slow", "_spans", "_tokens", "_windows")
 
     def __init__(
         self,
@@ -96,16 +139,15 @@ class Overlaps:
         slots: int,
         *,
         masks: Sequence[Masks],
-        promises: Callable[[Slot], Promises],
+        heads: Heads,
         slow_slots: int,
         spans: Mapping[Slot, int],
         windows: Windows | None = None,
     ) -> None:
-        """`masks` by tier in the order of `TIERS`; `promises` finds the speculative keys of a worker; `spans` has only
+        """`masks` by tier in the order of `TIERS`; `heads` are the speculative keys of all workers; `spans` has only
         workers whose blocks cover several keys; `windows` is there where some worker's model has sliding windows."""
         self._prefix = prefix
         self._masks = masks
-        self._promises = promises
         self._spans = spans
         self._windows = windows
         self._blocks: dict[Slot, int] = {}
@@ -114,11 +156,12 @@ class Overlaps:
         slow_slots &= slots
         for keys, tokens in prefix.chains:
             runs = fast_runs(keys, slots, masks[0])
+            if heads:
+                runs = with_promises(keys, runs, slots, masks[0], heads)
             if slow_slots:
                 runs = self._extend(keys, runs, slots, slow_slots)
             limit = _usable_blocks(tokens, prefix.block_size)
-            for length, mask in runs:
-                self._add(length, min(length, limit) * prefix.block_size, mask)
+            self._add(runs, limit)
             if spans or windows is not None:
                 self._floor(keys, runs, tokens)
 
@@ -147,24 +190,20 @@ class Overlaps:
             return 0
         at = tokens // self._prefix.block_size - 1
         key = chains[0].keys[at]
-        found = 0
+        having = 0
         for slot, held in self._tokens.items():
             if held >= tokens:
-                if not self._promises(slot).promised(key, at):
-                    return 0
-                found += 1
-        return found
+                having |= 1 << slot
+        holders = reduce(or_, (masks.get(key, 0) for masks in self._masks))
+        return 0 if having & holders else having.bit_count()
 
     def confirmed(self, slot: Slot) -> int:
         """`tokens` without speculative blocks: what the worker's own events say."""
         bit = 1 << slot
         size = self._prefix.block_size
-        promised = self._promises(slot)
         tokens = 0
         for keys, length in self._prefix.chains:
-            run = run_of(keys, bit, self._masks[0])
-            run = next((at for at in range(run) if keys[at] in promised), run)
-            end = slow_end(keys, run, bit, self._masks[1:])
+            end = slow_end(keys, run_of(keys, bit, self._masks[0]), bit, self._masks[1:])
             tokens += self._resumable(slot, keys, self._usable(slot, end, length)) * size
         return tokens
 
@@ -180,15 +219,23 @@ class Overlaps:
                         break
         return found
 
-    def _add(self, blocks: int, tokens: int, mask: int) -> None:
-        slots = _slots_of(mask)
-        if len(self._prefix.chains) == 1:
-            self._blocks.update(dict.fromkeys(slots, blocks))
-            self._tokens.update(dict.fromkeys(slots, tokens))
-            return
-        for slot in slots:
-            self._blocks[slot] = self._blocks.get(slot, 0) + blocks
-            self._tokens[slot] = self._tokens.get(slot, 0) + tokens
+    def _add(self, runs: list[Run], limit: int) -> None:
+        """The runs of one chain, of which so many blocks are of use."""
+        blocks, tokens = self._blocks, self._tokens
+        size, several = self._prefix.block_size, len(self._prefix.chains) > 1
+        for length, mask in runs:
+            usable = (length if length < limit else limit) * size
+            if several:
+                for slot in _slots_of(mask):
+                    blocks[slot] = blocks.get(slot, 0) + length
+                    tokens[slot] = tokens.get(slot, 0) + usable
+            elif mask & (mask - 1):
+                slots = _slots_of(mask)
+                blocks.update(dict.fromkeys(slots, length))
+                tokens.update(dict.fromkeys(slots, usable))
+            else:
+                slot = Slot(mask.bit_length() - 1)
+                blocks[slot], tokens[slot] = length, usable
 
     def _extend(self, keys: Sequence[BlockKey], runs: list[Run], slots: int, slow_slots: int) -> list[Run]:
         """Continue the runs of workers with slower tiers; remembers each such worker's (start, end) for `slow`."""
@@ -218,11 +265,7 @@ class Overlaps:
                     continue
                 before = min(length, _usable_blocks(tokens, self._prefix.block_size))
                 usable = self._usable(slot, length, tokens)
-                if (
-                    windowed
-                    and slot not in self._slow
-                    and not self._promises(slot).promised(keys[length - 1], length - 1)
-                ):
+                if windowed and slot not in self._slow and self._masks[0].get(keys[length - 1], 0) >> slot & 1:
                     if marked is None and self._windows is not None:
                         marked = self._windows.marked(keys)
                     usable = self._resumable(slot, keys, usable, marked)
@@ -248,6 +291,8 @@ def _usable_blocks(tokens: int, block_size: int) -> int:
 
 
 def _slots_of(mask: int) -> list[Slot]:
+    if mask.bit_count() > 8:  # by its digits, which costs less for each
+        return [Slot(at) for at, digit in enumerate(bin(mask)[:1:-1]) if digit == "1"]
     slots: list[Slot] = []
     while mask:
         low = mask & -mask

@@ -2,44 +2,67 @@
 
 Siblings of a new prefix arrive before its first event; without these entries each of them would be sent elsewhere.
 
-Promised blocks set the worker's bit in the same GPU masks as announced ones, so that an overlap is one look-up a block;
-which bits are promises only is kept here.
+A promise is kept as a whole, not block by block: keys are chained, so whether a prompt goes on as a promise does is one
+comparison at its end. So a decision that sends 500 new blocks somewhere costs as much as one that sends five, and the
+masks, whose tables grow by leaps, hold only what was announced or learned.
 
 Rules:
-1. Per worker, a key is promised or announced, never both: an announcement ends the promise (`Promises.confirmed`), and
-   what is announced already is not promised. So a removal by the engine always ends what the index says.
+1. Per worker, a key is in one promise at most. An announcement ends the promise of its key (`Promises.confirm`), and so
+   does a removal: a removal by the engine always ends what the index says.
 2. Keys that were promised together form a `Stretch`: consecutive blocks of one chain with one count of the speculations
    that stand on them. A later sibling adds one to the count of each stretch it shares, whatever its length.
-3. A speculation covers the blocks behind the worker's announced run: the promised ones at the end of the run, which
+3. The first key of a stretch is not announced. So where a worker's announced run ends, the stretch that goes on from
+   there is found by that key (`Heads`). Keys inside may be announced too, where something was evicted before them.
+4. A speculation covers the blocks behind the worker's announced run: the promised ones at the end of the run, which
    it keeps alive, and the new ones. Promises above an announced block are left to whoever made them.
-4. How long a speculation lives is the router's business.
+5. How long a speculation lives is the router's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
-from itertools import groupby, repeat
-from operator import or_
-from typing import Final
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 from gateway.records import BlockKey
 
-_ZEROS: Final = repeat(0)
-
 
 class Stretch:
-    """Keys `start`, `start + 1`, ... of one chain and how many speculations stand on them. `rest` is what was split off
-    behind: who stood on the whole stands on both. `intact`: none of its keys was announced since."""
+    """What one worker (`bit`) is promised of one chain: its blocks from number `start` on, and how many speculations
+    stand on them. `rest` is what was split off behind: who stood on the whole stands on both."""
 
-    __slots__ = ("intact", "keys", "refs", "rest", "start")
+    __slots__ = ("bit", "keys", "refs", "rest", "start")
 
-    def __init__(self, keys: list[BlockKey], start: int, refs: int = 1) -> None:
+    def __init__(self, bit: int, keys: list[BlockKey], start: int, refs: int = 1) -> None:
+        self.bit = bit
         self.keys = keys
         self.start = start
         self.refs = refs
         self.rest: Stretch | None = None
-        self.intact = True
+
+    @property
+    def end(self) -> int:
+        """Number of the block behind its last."""
+        return self.start + len(self.keys)
+
+    def goes_with(self, keys: Sequence[BlockKey], at: int, *, same: int = 1) -> int:
+        """The number of the block where it ends or the chain `keys`, whose block `at` is its first, leaves it. Its
+        first `same` keys are known to be the chain's. A key names all before it, so that a few comparisons tell."""
+        mine = self.keys
+        most = min(len(mine), len(keys) - at)
+        if keys[at + most - 1] == mine[most - 1]:
+            return at + most
+        other = most - 1
+        while same < other:
+            middle = (same + other) >> 1
+            if keys[at + middle] == mine[middle]:
+                same = middle + 1
+            else:
+                other = middle
+        return at + same
+
+
+Heads = dict[BlockKey, list[Stretch]]
+"""All workers' stretches by their first keys."""
 
 
 class Promises:
@@ -47,16 +70,18 @@ class Promises:
     it `gone`. `held` counts the keys.
 
     Decisions need stretches only; which stretch a single key belongs to is needed when events come, and is entered
-    then: `_pending` are the stretches not entered yet. A table of keys grows by leaps, and a leap takes longer than
-    the rest of a decision.
+    then: `_pending` are the stretches not entered yet.
     """
 
-    __slots__ = ("_by_key", "_ends", "_live", "_pending", "bit", "gone", "held")
+    __slots__ = ("_by_key", "_ends", "_heads", "_live", "_masks", "_pending", "bit", "gone", "held")
 
-    def __init__(self, bit: int) -> None:
+    def __init__(self, bit: int, heads: Heads, masks: Mapping[BlockKey, int]) -> None:
+        """`masks` are those of the GPU tier, `heads` are changed."""
         self.bit = bit
         self.held = 0
         self.gone = False
+        self._heads = heads
+        self._masks = masks
         self._live: dict[Stretch, None] = {}
         self._ends: dict[BlockKey, Stretch] = {}
         self._pending: dict[Stretch, None] = {}
@@ -65,135 +90,148 @@ class Promises:
     def __contains__(self, key: object) -> bool:
         return key in self._keys()
 
-    def promised(self, key: BlockKey, at: int) -> bool:
-        """Whether the key, block number `at` of its chain, is a promise: `in`, but that it enters no stretch."""
-        ends = self._ends.get(key)
-        if (ends is not None and ends.intact) or key in self._by_key:
-            return True
-        for stretch in self._pending:
-            place = at - stretch.start
-            if 0 <= place < len(stretch.keys) and stretch.keys[place] == key:
-                return True
-        return False
-
-    def get(self, key: BlockKey) -> Stretch | None:
-        """The stretch the key is promised in."""
-        return self._keys().get(key)
-
     def ending_at(self, keys: Sequence[BlockKey], end: int) -> Stretch | None:
-        """The stretch that holds key `end - 1` of a chain; intact, and with that key as its last."""
+        """The stretch that ends with key `end - 1` of a chain, split off if need be; None when that is no promise."""
         key = keys[end - 1]
+        if self._masks.get(key, 0) & self.bit:
+            return None
         stretch = self._ends.get(key)
         if stretch is None:
-            for stretch in self._live:
-                at = end - 1 - stretch.start
-                if 0 <= at < len(stretch.keys) and stretch.keys[at] == key:
-                    break
-            else:
-                return None
-        if not stretch.intact:
-            whole = self.get(key)
-            if whole is None:
-                return None
-            stretch = self.mend(whole, key)
-        if stretch.keys[-1] != key:
-            self.split(stretch, end - stretch.start)
+            stretch = self.covering(keys, end - 1)
+            if stretch is not None:
+                self._split(stretch, end - stretch.start)
         return stretch
 
+    def covering(self, keys: Sequence[BlockKey], at: int) -> Stretch | None:
+        """The stretch that holds key `at` of a chain, anywhere."""
+        for stretch in self._live:
+            place = at - stretch.start
+            if 0 <= place < len(stretch.keys) and stretch.keys[place] == keys[at]:
+                return stretch
+        return None
+
+    def behind(self, keys: Sequence[BlockKey], run: int) -> list[Stretch]:
+        """The stretches on the way of a chain that the worker's run of `run` blocks does not reach, in their order:
+        mostly none."""
+        total = len(keys)
+        found = [s for s in self._live if run <= s.start < total and keys[s.start] == s.keys[0]]
+        return sorted(found, key=lambda stretch: stretch.start) if len(found) > 1 else found
+
     def add(self, stretch: Stretch) -> None:
-        """Its keys have the worker's bit now."""
+        """Its keys are promised now."""
         self.held += len(stretch.keys)
-        self._track(stretch)
         self._pending[stretch] = None
+        self._track(stretch)
 
-    def confirmed(self, key: BlockKey) -> bool:
-        """The worker announced this key. True when it was a promise, which ends."""
-        stretch = self._keys().pop(key, None)
-        if stretch is None:
-            return False
-        stretch.intact = False
-        self.held -= 1
-        return True
+    def confirm(self, keys: Sequence[BlockKey]) -> None:
+        """The worker has announced these, or has removed them: they are no promises any more."""
+        by_key = self._keys()
+        if by_key.keys().isdisjoint(keys):
+            return
+        at, total = 0, len(keys)
+        while at < total:
+            stretch = by_key.get(keys[at])
+            if stretch is None:
+                at += 1
+            elif stretch.keys[0] == keys[at]:
+                end = stretch.goes_with(keys, at)
+                self._trim(stretch, end - at)
+                at = end
+            else:
+                self._split(stretch, stretch.keys.index(keys[at]))
 
-    def remove(self, stretch: Stretch) -> list[BlockKey]:
-        """Nobody stands on the stretch any more. Returns those of its keys that were still promised."""
-        del self._live[stretch]
-        if self._ends.get(stretch.keys[-1]) is stretch:
-            del self._ends[stretch.keys[-1]]
-        keys = stretch.keys
-        if stretch in self._pending:
-            del self._pending[stretch]
-        else:
-            if not stretch.intact:
-                keys = self._still(stretch, keys)
-            for key in keys:
+    def remove(self, stretch: Stretch) -> None:
+        """Nobody stands on the stretch any more."""
+        if stretch not in self._live:
+            return  # all its keys were announced
+        self._unlead(stretch)
+        self.held -= len(stretch.keys)
+        if stretch not in self._pending:
+            for key in stretch.keys:
                 del self._by_key[key]
-        self.held -= len(keys)
-        return keys
+        self._forget(stretch)
 
-    def clear(self) -> list[BlockKey]:
-        """The worker is gone. Returns every key that was promised."""
-        keys = list(self._keys())
+    def clear(self) -> None:
+        """The worker is gone."""
+        for stretch in self._live:
+            self._unlead(stretch)
         self.gone = True
         self.held = 0
         for table in (self._live, self._ends, self._pending, self._by_key):
             table.clear()
-        return keys
 
-    def cut_out(self, stretch: Stretch, keys: Sequence[BlockKey], at: int) -> Stretch:
-        """The part of a stretch that begins with `keys[at]` and goes on as `keys` do, as a stretch of its own."""
-        if not stretch.intact:
-            stretch = self.mend(stretch, keys[at])
-        if at > stretch.start:
-            stretch = self.split(stretch, at - stretch.start)
-        same = 1
-        for ours, theirs in zip(keys[at + 1 : at + len(stretch.keys)], stretch.keys[1:], strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        if same < len(stretch.keys):
-            self.split(stretch, same)
-        return stretch
+    def part(self, stretch: Stretch, keys: Sequence[BlockKey]) -> None:
+        """Split off what of a stretch on the way of this chain lies beyond it."""
+        end = stretch.goes_with(keys, stretch.start)
+        if end < stretch.end:
+            self._split(stretch, end - stretch.start)
 
-    def mend(self, stretch: Stretch, key: BlockKey) -> Stretch:
-        """Split a stretch, some of whose keys were announced, into parts of one kind. Returns the part with `key`."""
-        by_key = self._keys()
-        mine = [by_key.get(other) is stretch for other in stretch.keys]
-        found = stretch
-        for promised, group in groupby(mine):
-            length = sum(1 for _ in group)
-            rest = self.split(stretch, length) if length < len(stretch.keys) else None
-            stretch.intact = promised
-            if promised and key in stretch.keys:
-                found = stretch
-            if rest is not None:
-                stretch = rest
-        return found
-
-    def split(self, stretch: Stretch, at: int) -> Stretch:
-        """Split off what lies behind the first `at` keys, and return it."""
-        rest = Stretch(stretch.keys[at:], stretch.start + at, stretch.refs)
+    def _split(self, stretch: Stretch, at: int) -> None:
+        """Split off what lies behind the first `at` keys, if anything does."""
+        if at == len(stretch.keys):
+            return
+        rest = Stretch(self.bit, stretch.keys[at:], stretch.start + at, stretch.refs)
         rest.rest = stretch.rest
-        rest.intact = stretch.intact
         stretch.rest = rest
-        stretch.keys = stretch.keys[:at]
-        self._track(stretch)
-        self._track(rest)
+        del stretch.keys[at:]
+        self._ends[stretch.keys[-1]] = stretch
         if stretch in self._pending:
             self._pending[rest] = None
         else:
-            moved = rest.keys if rest.intact else self._still(stretch, rest.keys)
-            self._by_key.update(zip(moved, repeat(rest)))
-        return rest
+            self._by_key.update(zip(rest.keys, repeat(rest)))
+        self._track(rest)
 
     def _track(self, stretch: Stretch) -> None:
         self._live[stretch] = None
         self._ends[stretch.keys[-1]] = stretch
+        self._lead(stretch)
 
-    def _still(self, stretch: Stretch, keys: list[BlockKey]) -> list[BlockKey]:
-        """Those of `keys` that are promised in `stretch`: the others were announced."""
-        by_key = self._by_key
-        return [key for key in keys if by_key.get(key) is stretch]
+    def _lead(self, stretch: Stretch) -> None:
+        """Have it found by its first key that is not announced (rule 3)."""
+        masks, bit, keys = self._masks, self.bit, stretch.keys
+        announced = 0
+        while announced < len(keys) and masks.get(keys[announced], 0) & bit:
+            announced += 1
+        if announced:
+            self._shorten(stretch, announced)
+        if not keys:
+            return
+        here = self._heads.get(keys[0])
+        if here is None:
+            self._heads[keys[0]] = [stretch]
+        else:
+            here.append(stretch)
+
+    def _unlead(self, stretch: Stretch) -> None:
+        here = self._heads[stretch.keys[0]]
+        if len(here) == 1:
+            del self._heads[stretch.keys[0]]
+        else:
+            here.remove(stretch)
+
+    def _trim(self, stretch: Stretch, count: int) -> None:
+        """Its first `count` keys are no promises any more."""
+        self._unlead(stretch)
+        self._shorten(stretch, count)
+        if stretch.keys:
+            self._lead(stretch)
+
+    def _shorten(self, stretch: Stretch, count: int) -> None:
+        keys, by_key = stretch.keys, self._by_key
+        last = keys[-1]
+        if stretch not in self._pending:
+            for key in keys[:count]:
+                del by_key[key]
+        del keys[:count]
+        stretch.start += count
+        self.held -= count
+        if not keys:
+            self._forget(stretch, last)
+
+    def _forget(self, stretch: Stretch, last: BlockKey | None = None) -> None:
+        del self._live[stretch]
+        del self._ends[stretch.keys[-1] if last is None else last]
+        self._pending.pop(stretch, None)
 
     def _keys(self) -> dict[BlockKey, Stretch]:
         by_key = self._by_key
@@ -205,44 +243,37 @@ class Promises:
 
 
 Part = tuple[Stretch, int]
-"""What a speculation stands on: that many keys from the start of a stretch, into its `rest` where it was split."""
+"""What a speculation stands on: a stretch, and what was split off from it, up to this number of a block."""
 
 
 class Speculation:
-    """The handle of one decision's speculative blocks; give it back to `KvIndex.retract`."""
+    """The handle of one decision's speculative blocks; give it back to `KvIndex.retract`. `blocks` are the keys it
+    covered when it was made, 0 once it was retracted; `start` is the place in its chain of the first, None when it
+    covered none."""
 
-    __slots__ = ("_parts", "promises")
+    __slots__ = ("_parts", "blocks", "promises", "start")
 
-    def __init__(self, promises: Promises, parts: list[Part]) -> None:
+    def __init__(self, promises: Promises | None, parts: list[Part]) -> None:
         self.promises = promises
         self._parts = parts
-
-    @property
-    def blocks(self) -> int:
-        """Keys it covers; 0 once it was retracted."""
-        return sum(length for _, length in self._parts)
-
-    @property
-    def start(self) -> int | None:
-        """Place in its chain of the first block it covers; None when it covers none."""
-        return min((stretch.start for stretch, _ in self._parts), default=None)
+        self.blocks = sum(end - stretch.start for stretch, end in parts)
+        self.start = min((stretch.start for stretch, _ in parts), default=None)
 
     def take(self) -> list[Part]:
         """What it stands on; empties the handle."""
-        parts, self._parts = self._parts, []
+        parts, self._parts, self.blocks = self._parts, [], 0
         return parts
 
 
 class SpeculativeBlocks:
-    """Enters promises into the GPU masks and takes them out. A worker is promised at most `limit` keys; what does not
-    fit is left out and counted."""
+    """Makes promises and takes them back. A worker is promised at most `limit` keys; what does not fit is left out and
+    counted."""
 
-    __slots__ = ("_limit", "_masks", "truncated")
+    __slots__ = ("_limit", "heads", "truncated")
 
-    def __init__(self, masks: dict[BlockKey, int], limit: int) -> None:
-        """`masks` are those of the GPU tier."""
-        self._masks = masks
+    def __init__(self, limit: int) -> None:
         self._limit = limit
+        self.heads: Heads = {}
         self.truncated = 0
 
     def promise(
@@ -256,78 +287,38 @@ class SpeculativeBlocks:
             if stretch is None:
                 break
             stretch.refs += 1
-            parts.append((stretch, len(stretch.keys)))
+            parts.append((stretch, shared))
             # A key names everything before it, so what is before it in the stretch is before it in the chain.
             shared = stretch.start
-        fresh = list(keys[run:])
-        if not fresh:
-            return
-        masks, bit = self._masks, promises.bit
-        fits = promises.held + len(fresh) <= self._limit
-        if fits and masks.keys().isdisjoint(fresh):
-            masks.update(zip(fresh, repeat(bit)))
-        else:
-            held = list(map(masks.get, fresh, _ZEROS))
-            if not fits or reduce(or_, held) & bit:
-                self._enter_each(promises, keys, run, held, parts)
-                return
-            masks.update(zip(fresh, map(bit.__or__, held), strict=True))
-        stretch = Stretch(fresh, run)
-        promises.add(stretch)
-        parts.append((stretch, len(fresh)))
+        at = run
+        if promises.held:
+            for stretch in promises.behind(keys, run):
+                self._enter(promises, keys, at, stretch.start, parts)
+                promises.part(stretch, keys)
+                stretch.refs += 1
+                at = stretch.end
+                parts.append((stretch, at))
+        self._enter(promises, keys, at, len(keys), parts)
 
     def retract(self, speculation: Speculation) -> None:
         """Take a speculation's keys out; doing it again changes nothing."""
         promises = speculation.promises
-        for stretch, length in speculation.take():
-            if promises.gone:
+        for stretch, end in speculation.take():
+            if promises is None or promises.gone:
                 return
             at: Stretch | None = stretch
-            while length and at is not None:
-                length -= len(at.keys)
+            while at is not None and at.start < end:
                 at.refs -= 1
                 if not at.refs:
-                    self._clear(promises.bit, promises.remove(at))
+                    promises.remove(at)
                 at = at.rest
 
-    def retract_all(self, promises: Promises) -> None:
-        """The worker is gone: its promises end, so that its bit can be given to another."""
-        self._clear(promises.bit, promises.clear())
-
-    def _enter_each(
-        self, promises: Promises, keys: Sequence[BlockKey], run: int, held: list[int], parts: list[Part]
-    ) -> None:
-        """`promise` where the worker has some of what lies behind its run, or where not all of it fits. `held` are the
-        masks of `keys[run:]`."""
-        masks, bit = self._masks, promises.bit
-        at, total = run, len(keys)
-        while at < total:
-            if held[at - run] & bit:
-                stretch = promises.get(keys[at])
-                if stretch is None:
-                    at += 1  # announced
-                    continue
-                stretch = promises.cut_out(stretch, keys, at)
-                stretch.refs += 1
-            else:
-                room = self._limit - promises.held
-                if room <= 0:
-                    self.truncated += sum(not mask & bit for mask in held[at - run :])
-                    return
-                end = at + 1
-                while end < total and end < at + room and not held[end - run] & bit:
-                    end += 1
-                stretch = Stretch(list(keys[at:end]), at)
-                masks.update(zip(stretch.keys, map(bit.__or__, held[at - run : end - run]), strict=True))
-                promises.add(stretch)
-            parts.append((stretch, len(stretch.keys)))
-            at += len(stretch.keys)
-
-    def _clear(self, bit: int, keys: Sequence[BlockKey]) -> None:
-        masks = self._masks
-        for key in keys:
-            mask = masks[key]
-            if mask == bit:
-                del masks[key]
-            else:
-                masks[key] = mask ^ bit
+    def _enter(self, promises: Promises, keys: Sequence[BlockKey], at: int, end: int, parts: list[Part]) -> None:
+        """Promise the blocks from `at` to `end`, as many as fit."""
+        fits = min(end, at + self._limit - promises.held)
+        self.truncated += end - max(at, fits)
+        if at < fits:
+            stretch = Stretch(promises.bit, list(keys[at:fits]), at)
+            part = (stretch, fits)
+            promises.add(stretch)
+            parts.append(part)

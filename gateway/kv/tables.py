@@ -238,11 +238,11 @@ class WorkerTable:
 
     `blocks[tier]` counts its distinct block keys; `shared[tier]` counts holders beyond the first of a key that several
     ranks, or several engine hashes, of the worker stand for. `span` is how many keys one of the engine's own blocks
-    covers. `heard`: the worker has announced something. `promises` are keys whose GPU bit says only that a decision
-    sent them. `pack` is `keys.packer` of its block size. `learned_blocks` is what was learned from routing, in blocks
-    of `block_size` tokens. `epoch` numbers the time it was last bound or purged, `clears` and `removed` count what its
-    events took away since it was bound; `hidden` counts purges that have begun and not ended, `weighed` is the last
-    `weight` taken. `window` is the longest sliding window of its model, in tokens; 0 without any.
+    covers. `heard`: the worker has announced something. `promises` are what only a decision sent there. `pack` is
+    `keys.packer` of its block size. `learned_blocks` is what was learned from routing, in blocks of `block_size`
+    tokens. `epoch` numbers the time it was last bound or purged, `clears` and `removed` count what its events took
+    away since it was bound; `hidden` counts purges that have begun and not ended, `weighed` is the last `weight`
+    taken. `window` is the longest sliding window of its model, in tokens; 0 without any.
     """
 
     __slots__ = (
@@ -269,7 +269,7 @@ class WorkerTable:
         "window",
     )
 
-    def __init__(self, slot: Slot, *, block_size: int, counted: bool) -> None:
+    def __init__(self, slot: Slot, promises: Promises, *, block_size: int, counted: bool) -> None:
         self.slot = slot
         self.bit = 1 << slot
         self.block_size = block_size
@@ -282,7 +282,7 @@ class WorkerTable:
         self.span = 0
         self.window = 0
         self.epoch = self.clears = self.removed = 0
-        self.promises = Promises(self.bit)
+        self.promises = promises
         self.ranks: dict[int, RankTable] = {}
         self.previews: dict[int, Preview] = {}
         self.blocks = [0, 0, 0, 0]

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from gateway.keys import chain, namespace
 from gateway.kv import ApproximateSettings, KvIndex
 from gateway.kv.events import KvEvent, Removed, Stored
-from gateway.kv.speculation import Speculation
+from gateway.kv.speculation import Speculation, Stretch
 from gateway.kv.tables import TIERS
 from gateway.kv.truncation import BYTES_A_BLOCK
 from gateway.records import BlockKey, Chain, EngineHash, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
@@ -141,6 +141,7 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def agree(self) -> None:
         masks: list[Counter[BlockKey]] = [Counter() for _ in TIERS]
+        stretches: set[Stretch] = set()
         for slot, worker in self.index._workers.items():
             bit = 1 << slot
             tables = [*worker.ranks.values(), *(preview.over for preview in worker.previews.values())]
@@ -156,11 +157,20 @@ class Books(RuleBasedStateMachine):
                 masks[tier].update(dict.fromkeys(holders, bit))
             assert self.index._approximate is not None
             learned = self.index._approximate.worker(bit)
-            assert worker.promises.held == len(worker.promises._keys())
+            promises = worker.promises
+            stretches.update(promises._live)
+            assert promises.held == len(promises._keys()) == sum(len(stretch.keys) for stretch in promises._live)
+            assert all(promises._by_key[key] is stretch for stretch in promises._live for key in stretch.keys)
+            assert promises._ends == {stretch.keys[-1]: stretch for stretch in promises._live}
+            assert not any(
+                stretch.keys[0] in masks[0] and masks[0][stretch.keys[0]] & bit for stretch in promises._live
+            )
             # A key of two kinds would count twice, and then the mask is another.
-            masks[0].update(dict.fromkeys(worker.promises._keys(), bit))
             masks[0].update(dict.fromkeys([*learned.tokens, *learned.text], bit))
         assert self.index._placement.masks == masks
+        heads = self.index._speculative.heads
+        assert {stretch for here in heads.values() for stretch in here} == stretches
+        assert all(stretch.keys[0] == key for key, here in heads.items() for stretch in here)
 
     def teardown(self) -> None:
         for steps, _ in self.open:

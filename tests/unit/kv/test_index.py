@@ -539,15 +539,15 @@ def test_speculative_blocks_count_until_they_are_retracted(index: KvIndex) -> No
     assert index.stats().speculative == 0
 
 
-def test_decisions_ask_for_a_promise_without_entering_its_keys() -> None:
-    """`promised` says what `in` would say, at any place of any chain, whatever was announced or taken back before."""
+def test_a_run_goes_on_through_promises_whose_keys_nobody_entered() -> None:
+    """At any place of any chain, whatever was announced or taken back before, it ends where one by one they would."""
     rng = random.Random(5)
     index = KvIndex()
     index.bind(A, block_size=SIZE)
     heads = [tokens(12), tokens(6) + tokens(6, start=20), tokens(3) + tokens(9, start=40)]
     chains = [chain(namespace(), head, SIZE) for head in heads]
     made = []
-    found: set[tuple[bool, ...]] = set()
+    found: set[tuple[int, ...]] = set()
     for _ in range(400):
         which, blocks = rng.randrange(3), rng.randrange(1, 13)
         match rng.randrange(4):
@@ -558,12 +558,34 @@ def test_decisions_ask_for_a_promise_without_entering_its_keys() -> None:
             case _:
                 names = [EngineHash(int(key)) for key in chains[which][:blocks]]
                 index.apply(A, 0, [Stored(names, None, heads[which][: blocks * SIZE], SIZE), Removed(names[-2:])])
-        promises = index._promises(A)
-        said = [[promises.promised(key, at) for at, key in enumerate(keys)] for keys in chains]
-        entered = copy.deepcopy(promises)
-        assert said == [[key in entered for key in keys] for keys in chains]
-        found.update(map(tuple, said))
+        runs = [index.overlap(request(head), ALL).blocks(A) for head in heads]
+        entered = copy.deepcopy(index)
+        assert runs == [
+            next((at for at, key in enumerate(keys) if not entered.holders(key)), len(keys)) for keys in chains
+        ]
+        found.add(tuple(runs))
     assert len(found) > 10
+
+
+def test_a_promise_costs_no_entry_a_block(index: KvIndex) -> None:
+    """The tables grow by leaps, and a leap takes longer than the rest of a decision."""
+    speculation = index.speculate(A, request(tokens(1000)))
+    assert held(index, request(tokens(1000)), A) == 1000
+    assert (index.stats().speculative, index.stats().keys) == (1000, 0)
+    index.retract(speculation)
+    assert held(index, request(tokens(1000)), A) == 0
+
+
+def test_the_end_of_an_announced_block_ends_its_promise_behind_a_hole(index: KvIndex) -> None:
+    """A block that lies behind an evicted one is promised again with it; when the engine removes it too, it is gone."""
+    blocks = request(tokens(5))
+    apply(index, A, store([1, 2, 3], tokens(3)), Removed([EngineHash(1)]))
+    speculation = index.speculate(A, blocks)
+    assert held(index, blocks, A) == 5
+    apply(index, A, Removed([EngineHash(3)]))
+    assert held(index, blocks, A) == 2
+    index.retract(speculation)
+    assert held(index, blocks, A) == 0
 
 
 def test_two_speculations_on_the_same_blocks_end_separately(index: KvIndex) -> None:
