@@ -17,9 +17,6 @@ _ZEROS: Final = [0, 0, 0]
 
 _NONE: Final[Mapping[Tier, int]] = MappingProxyType({})
 
-# The key itself, its place in the stretch and in the table of keys.
-_PROMISE_BYTES: Final = _INT_BYTES + 8 + 50
-
 # Slots of the object, token array, list of copies, list and dictionary entry of its parent, the hash itself.
 _ORPHAN_BYTES: Final = 480
 _PLACEHOLDER_BYTES: Final = 200  # no tokens, and no parent that knows it
@@ -147,7 +144,7 @@ def _estimated_bytes(
     """What the tables take; good to a tenth."""
     total = sum(map(sys.getsizeof, masks))
     for worker in workers:
-        total += _PROMISE_BYTES * worker.promises.held
+        total += worker.promises.bytes
     for table in tables:
         for held, copies in zip(table.held, table.copies, strict=True):
             # One int for the hash, one for the key; a mask is one int shared by many keys or amortised over

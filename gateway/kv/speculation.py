@@ -22,8 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import repeat
+from sys import getsizeof
+from typing import Final
 
 from gateway.records import BlockKey
+
+_KEY_BYTES: Final = 40  # a Python int and its place in a list
 
 
 class Stretch:
@@ -86,6 +90,11 @@ class Promises:
         self._ends: dict[BlockKey, Stretch] = {}
         self._pending: dict[Stretch, None] = {}
         self._by_key: dict[BlockKey, Stretch] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What they take, about."""
+        return _KEY_BYTES * self.held + getsizeof(self._by_key)
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys()
