@@ -286,6 +286,15 @@ class EventSource:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadEndpoint:
+    """Where one rank of a worker publishes its load, as the gateway can reach it."""
+
+    rank: int
+    endpoint: str
+    topic: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFacts:
     """What probing a worker found. `models` are the base models it serves, by name;
     `adapters` maps an adapter's name to its base. `kv_blocks` is the cache size in blocks of `block_size`
@@ -295,7 +304,8 @@ class WorkerFacts:
 
     `ranks` are the numbers of the data-parallel ranks behind the URL, `(0,)` without data parallelism; `rank_routing`
     says that a request can name one. `cached_tokens_reported` and `needs_key` are None while nobody knows.
-    `keeps_sessions`: it holds on to the prefixes of sessions that requests name."""
+    `keeps_sessions`: it holds on to the prefixes of sessions that requests name. `loads` is empty where load is not
+    published."""
 
     engine: EngineKind
     version: str
@@ -313,13 +323,21 @@ class WorkerFacts:
     cached_tokens_reported: bool | None = None
     needs_key: bool | None = None
     keeps_sessions: bool = False
+    loads: tuple[LoadEndpoint, ...] = ()
+
+
+class LoadSource(StrEnum):
+    """How a worker's load came here."""
+
+    POLL = "poll"
+    SOCKET = "socket"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """One poll of a worker's load: requests running and waiting, share of KV blocks held by running requests (0..1;
-    None where it says `kv_tokens` instead: tokens held, with those that waiting requests will need, or nothing), and
-    the engine's cumulative prefix-cache counters in tokens where it has them. `adapters` are those its requests use,
+    """What a worker said of its load once: requests running and waiting, share of KV blocks held by running requests
+    (0..1; None where it says `kv_tokens` instead: tokens held, with those that waiting requests will need, or nothing),
+    and the engine's cumulative prefix-cache counters in tokens where it has them. `adapters` are those in use,
     `adapter_slots` how many it can have on its GPU; empty and None where it does not say."""
 
     running: float
@@ -332,6 +350,7 @@ class LoadSample:
     adapters: tuple[str, ...] = ()
     adapter_slots: int | None = None
     kv_tokens: int | None = None
+    source: LoadSource = LoadSource.POLL
 
 
 # --------------------------------------------------------------------------- decision

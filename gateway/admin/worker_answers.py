@@ -11,6 +11,7 @@ from gateway.admin.worker_parts import (
     FindingAnswer,
     HealthAnswer,
     LoadAnswer,
+    LoadSocketAnswer,
     RatesAnswer,
     TierAnswer,
     TrustAnswer,
@@ -74,6 +75,8 @@ class WorkerAnswer(Answer):
     work: WorkAnswer
     load: LoadAnswer | None
     """Null before the first poll and when the last is too old."""
+    load_socket: LoadSocketAnswer | None
+    """Null where its load is not published, or not listened to."""
     polls_failed: int
     rates: RatesAnswer
     trust: float
@@ -139,6 +142,7 @@ class WorkerAnswer(Answer):
             sessions=sessions,
             work=WorkAnswer.of(worker),
             load=load,
+            load_socket=_load_socket(reading),
             polls_failed=reading.polls_failed if reading is not None else 0,
             rates=RatesAnswer.of(worker),
             trust=worker.trust,
@@ -195,6 +199,12 @@ class WorkerList(Answer):
     """Those that have not answered yet."""
     sources: list[SourceAnswer]
     """Where workers come from, those whose word counts most first."""
+
+
+def _load_socket(reading: WorkerReading | None) -> LoadSocketAnswer | None:
+    if reading is None or reading.load_socket is None:
+        return None
+    return LoadSocketAnswer.of(reading.load_socket)
 
 
 def _tiers(worker: Worker, reading: WorkerReading | None, feed: FeedReading | None) -> dict[Tier, TierAnswer]:

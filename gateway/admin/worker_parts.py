@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from gateway.admin.answer import Answer, example
 from gateway.pool import Breaker, WorkerState
-from gateway.records import EventSource, Finding, LoadSample, Severity, Tier, TrustState
+from gateway.records import EventSource, Finding, LoadSample, LoadSource, Severity, Tier, TrustState
 
 if TYPE_CHECKING:
     from gateway.pool import PoolRates, Worker, health
     from gateway.pool.trust import Trust
-    from gateway.telemetry import FeedReading, WorkerReading
+    from gateway.telemetry import FeedReading, LoadSocketReading, WorkerReading
 
 
 class EventEndpoint(Answer):
@@ -34,7 +34,9 @@ class EventEndpoint(Answer):
 class LoadAnswer(Answer):
     """A worker's own words about its load, and how old they are."""
 
-    model_config = example(running=4.0, waiting=1.0, kv_usage=0.43, prefix_queries=1.2e6, prefix_hits=8.1e5, age_s=0.44)
+    model_config = example(
+        running=4.0, waiting=1.0, kv_usage=0.43, prefix_queries=1.2e6, prefix_hits=8.1e5, age_s=0.44, source="poll"
+    )
 
     running: float
     """Requests it computes."""
@@ -48,6 +50,8 @@ class LoadAnswer(Answer):
     """Those it found."""
     age_s: float
     """Seconds since it said so."""
+    source: LoadSource
+    """A poll of it, or the socket on which it publishes its load."""
 
     @classmethod
     def of(cls, sample: LoadSample, age_s: float) -> LoadAnswer:
@@ -59,6 +63,40 @@ class LoadAnswer(Answer):
             prefix_queries=sample.prefix_queries,
             prefix_hits=sample.prefix_hits,
             age_s=age_s,
+            source=sample.source,
+        )
+
+
+class LoadSocketAnswer(Answer):
+    """The sockets on which a worker publishes its load, those of all its ranks; counts since they are listened to."""
+
+    model_config = example(
+        endpoints=["tcp://10.0.0.1:5558"], fresh=True, messages=5210, errors=0, restarts=0, age_s=0.21
+    )
+
+    endpoints: list[str]
+    """ZeroMQ addresses."""
+    fresh: bool
+    """Its load is what they say; else it is polled."""
+    messages: int
+    """Messages heard."""
+    errors: int
+    """Those that could not be read as this worker's load."""
+    restarts: int
+    """Times their sequence began anew: the engine did."""
+    age_s: float | None
+    """Seconds since the last message that could be read, of the rank heard longest ago; null before the first."""
+
+    @classmethod
+    def of(cls, reading: LoadSocketReading) -> LoadSocketAnswer:
+        """As read."""
+        return cls(
+            endpoints=list(reading.endpoints),
+            fresh=reading.fresh,
+            messages=reading.messages,
+            errors=reading.errors,
+            restarts=reading.restarts,
+            age_s=reading.age_s,
         )
 
 

@@ -321,6 +321,13 @@ def engine(
     replay: Annotated[
         str | None, typer.Option(help="Layout of replays: off, old or new.", show_default="the release's")
     ] = None,
+    load_publish_endpoint: Annotated[
+        str,
+        typer.Option(
+            help="SGLang from 0.5.19 on publishes its load: off, auto (the ports after the events'), "
+            "or an address such as tcp://*:6000."
+        ),
+    ] = "off",
 ) -> None:
     """Run one simulated vLLM or SGLang worker, without a GPU.
 
@@ -354,6 +361,7 @@ def engine(
         events_port=events_port,
         replay_port=replay_port,
         replay=None if replay is None else _choice("replay", replay, Replay),
+        load_publish_endpoint=load_publish_endpoint,
     )
     raise typer.Exit(run(settings))
 

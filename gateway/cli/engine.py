@@ -35,7 +35,8 @@ async def _serve(settings: EngineSettings) -> None:
     worker = SimulatedWorker(settings, wall_clock=time.time)  # noqa: TID251  the clock of this process
     await worker.start()
     events = f"KV events at {worker.events_endpoint}" if worker.events_endpoint else "no KV events"
-    typer.echo(f"simulated {settings.dialect} worker at {worker.url}, {events}", err=True)
+    load = f", load at {worker.load_endpoint}" if worker.load_endpoint else ""
+    typer.echo(f"simulated {settings.dialect} worker at {worker.url}, {events}{load}", err=True)
     typer.echo(f"next: kvgate serve --worker {worker.url}", err=True)
     try:
         await ended.wait()

@@ -68,8 +68,8 @@ def share(value: float | None) -> str:
 def worker_table(answer: WorkerList) -> Table:
     """A line a worker, those that join last."""
     table = columns(
-        "worker", "state", "for>", "engine", "models", "open>", "waiting>", "kv>", "load age>", "blocks>", "trust>",
-        "missed>", "slow>", "sessions>", "feed", "found>",
+        "worker", "state", "for>", "engine", "models", "open>", "waiting>", "kv>", "load age>", "load from", "blocks>",
+        "trust>", "missed>", "slow>", "sessions>", "feed", "found>",
     )  # fmt: skip
     for worker in answer.workers:
         load = worker.load
@@ -83,6 +83,7 @@ def worker_table(answer: WorkerList) -> Table:
             DASH if load is None else f"{load.waiting:.0f}",
             DASH if load is None else share(load.kv_usage),
             DASH if load is None else seconds(load.age_s),
+            DASH if load is None else load.source,
             count(sum(worker.index_blocks.values())),
             f"{worker.trust:.2f}",
             share(worker.index_trust.miss_rate),
@@ -140,7 +141,15 @@ def worker_lines(worker: WorkerAnswer) -> Iterable[tuple[str, str]]:
     said = (
         DASH if load is None else f"{load.running:.0f} running, {load.waiting:.0f} waiting, {share(load.kv_usage)} kv"
     )
-    yield "it says", said if load is None else f"{said}, {seconds(load.age_s)} ago"
+    yield "it says", said if load is None else f"{said}, {seconds(load.age_s)} ago (from a {load.source})"
+    if worker.load_socket is not None:
+        socket = worker.load_socket
+        heard = f"last message {seconds(socket.age_s)} ago" if socket.age_s is not None else "nothing heard yet"
+        yield (
+            "load socket",
+            f"{'fresh' if socket.fresh else 'silent, so it is polled'}, {heard}, {socket.messages} messages, "
+            f"{socket.errors} unreadable, {socket.restarts} restarts",
+        )
     yield (
         "rates",
         f"{count(1 / rates.prefill_token_s)} prefill tokens/s, {rates.inter_token_floor_s * 1000:.1f} ms a token, "

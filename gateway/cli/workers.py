@@ -55,9 +55,10 @@ def workers(
     kvgate workers add http://10.0.0.5:8000 --name w5
     kvgate workers remove w5
 
-    Columns: `open` are requests of this gateway, `waiting` and `kv` what the worker said `load age` ago; `blocks` are
-    known of its cache and believed as far as `trust` says; `missed` is the share of predicted hits that did not come;
-    `slow` how much longer it takes than its pool; `found` counts what could be better (kvgate workers show).
+    Columns: `open` are requests of this gateway, `waiting` and `kv` what the worker said `load age` ago, in a poll or
+    on its load socket (`load from`); `blocks` are known of its cache and believed as far as `trust` says; `missed` is
+    the share of predicted hits that did not come; `slow` how much longer it takes than its pool; `found` counts what
+    could be better (kvgate workers show).
     """
     if hands_over(context):
         return

@@ -89,8 +89,10 @@ def worker_timeouts(settings: Settings) -> Timeouts:
 
 
 def membership_settings(settings: Settings) -> MembershipSettings:
-    """Periods of polls and probes."""
-    return MembershipSettings(poll_s=settings.load.poll_s, refresh_s=settings.health.probe_s)
+    """Periods of polls and probes, and whether load sockets are listened to."""
+    return MembershipSettings(
+        poll_s=settings.load.poll_s, refresh_s=settings.health.probe_s, load_sockets=settings.load.sockets
+    )
 
 
 def edge_settings(settings: Settings, keys: Keys | None) -> EdgeSettings:

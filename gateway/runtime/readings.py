@@ -10,7 +10,7 @@ from gateway.edge import Edge
 from gateway.insight import POSITIONS, PrefixInsight
 from gateway.kv import KvIndex
 from gateway.kv.lives import LIFE_BOUNDS, Lives
-from gateway.pool import Breaker, Fleet, WorkerState
+from gateway.pool import Breaker, Fleet, Worker, WorkerState
 from gateway.records import Tier
 from gateway.runtime.reload import Reload, Result
 from gateway.runtime.sharing import Sharing
@@ -21,6 +21,7 @@ from gateway.telemetry import (
     FeedReading,
     IndexReading,
     LifeReading,
+    LoadSocketReading,
     PoolReading,
     PrefixReading,
     ReplicaReading,
@@ -29,7 +30,7 @@ from gateway.telemetry import (
     WorkerReading,
 )
 from gateway.upstream.http import Upstream
-from gateway.upstream.members import Seat
+from gateway.upstream.members import Member, Seat
 from gateway.upstream.membership import Membership
 from gateway.upstream.tokenizing import EngineTokenizing
 
@@ -106,6 +107,7 @@ class GatewayReadings:
                 polls_failed=poller.counts.failed if poller is not None else 0,
                 error=member.error if member is not None else None,
                 breaker=_BREAKER[worker.health.breaker],
+                load_socket=_load_socket(member, worker, now),
             )
 
     def pools(self) -> Iterable[PoolReading]:
@@ -188,6 +190,25 @@ class GatewayReadings:
     def task_restarts(self) -> int:
         """Failures of background tasks since the start."""
         return self._supervisor.restarts
+
+
+def _load_socket(member: Member | None, worker: Worker, now: float) -> LoadSocketReading | None:
+    socket = member.load_socket if member is not None else None
+    if socket is None:
+        return None
+    rank = worker.spec.rank.number if worker.spec.rank is not None else None
+    ranks = [heard for number, heard in socket.ranks.items() if rank in (None, number)]
+    if not ranks:
+        return None
+    heard_at = [heard.heard_at for heard in ranks if heard.heard_at is not None]
+    return LoadSocketReading(
+        endpoints=tuple(heard.endpoint.endpoint for heard in ranks),
+        fresh=socket.fresh(rank),
+        messages=sum(heard.messages for heard in ranks),
+        errors=sum(heard.errors for heard in ranks),
+        restarts=sum(heard.restarts for heard in ranks),
+        age_s=now - min(heard_at) if len(heard_at) == len(ranks) else None,
+    )
 
 
 def _feed_reading(seat: Seat, now: float) -> FeedReading:

@@ -229,12 +229,17 @@ class HealthSettings(Section):
 
 
 class LoadSettings(Section):
-    """Polling of the workers' /metrics."""
+    """How the load of workers is known: by polls of what they say about themselves, or by their load sockets."""
 
     poll_s: Seconds = Field(
         1,
         description="Seconds between two polls of one worker; one that is idle is polled every third time.",
         json_schema_extra=why("between two polls our own counts say what we have added"),
+    )
+    sockets: bool = Field(
+        True,
+        description="Listen to workers that publish their load (SGLang from 0.5.19 on with `--load-publish-endpoint`); "
+        "their polls come a fifteenth as often while they are heard.",
     )
 
 

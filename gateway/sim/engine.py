@@ -143,6 +143,13 @@ class SimulatedEngine:
         """Requests whose prefill has not started."""
         return len(self._queue)
 
+    def waiting_tokens(self) -> tuple[int, int]:
+        """Prompt tokens of the requests that wait, and how many of them are not in the cache now."""
+        jobs = self._queue.values()
+        held = (min(self._cache.held(job.blocks) * self.block_size, job.prompt - 1) for job in jobs)
+        prompts = sum(job.prompt for job in jobs)
+        return prompts, prompts - sum(held)
+
     @property
     def kv_usage(self) -> float:
         """Share of the cache held by running requests, 0..1; idle cached blocks count as free."""

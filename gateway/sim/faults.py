@@ -17,10 +17,10 @@ class FaultKind(StrEnum):
     time), HEAL (no more faults, held events released, sockets open).
 
     At once, to the data-parallel `rank` named or to all: DROP (the next `count` event batches, one when not given, get
-    a number but are not sent; `for_good`: nor replayed), HOLD and RELEASE events, OFFLINE (the event sockets are
-    closed, the engine goes on, also over a restart) and ONLINE, CLEAR the cache, EVICT `count` idle blocks of a
-    `medium` (all when not given; both `silent`: without an event), TRIM the replay buffer, SLOW (speed times `factor`),
-    LINK (reads from the tier below the GPU are that much faster, or slower).
+    a number but are not sent; `for_good`: nor replayed), HOLD and RELEASE events, OFFLINE (the sockets of events and
+    load are closed, the engine goes on, also over a restart) and ONLINE, CLEAR the cache, EVICT `count` idle blocks of
+    a `medium` (all when not given; both `silent`: without an event), TRIM the replay buffer, SLOW (speed times
+    `factor`), LINK (reads from the tier below the GPU are that much faster, or slower).
 
     For requests to come: STATUS (answer `code`), RESET (drop the connection unanswered), FREEZE (never answer), and
     for streams, after `after` events: CUT (drop the connection), STALL (send nothing more), GARBLE (one broken line).

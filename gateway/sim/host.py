@@ -1,4 +1,4 @@
-"""One rank of a simulated worker: the pure engine, its clock and its event feed, without HTTP.
+"""One rank of a simulated worker: the pure engine, its clock, its event feed and load socket, without HTTP.
 
 Rules:
 1. The engine decides when tokens come; this shell only passes its happenings on. One timer is armed for the engine's
@@ -29,6 +29,7 @@ from gateway.sim.engine import (
 )
 from gateway.sim.event_bytes import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from gateway.sim.exchange import Exchange, Line
+from gateway.sim.load_publisher import LoadPublisher, LoadStat
 from gateway.sim.publisher import EventPublisher
 from gateway.sim.radix_cache import RadixCache
 from gateway.sim.releases import Dialect, sglang_names
@@ -52,6 +53,7 @@ class EngineHost:
         self.rank = rank
         self.model = settings.engine_model()
         self.publisher: EventPublisher | None = None
+        self.load_publisher: LoadPublisher | None = None
         self.boots = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -118,6 +120,15 @@ class EngineHost:
         publisher, self.publisher = self.publisher, None
         if publisher is not None:
             publisher.close()
+        load_publisher, self.load_publisher = self.load_publisher, None
+        if load_publisher is not None:
+            load_publisher.close()
+
+    def publish_load(self, port: int, *, online: bool = True) -> None:
+        """Its load too, at this port, from now on. Raises zmq.ZMQError when the port is taken."""
+        self.load_publisher = LoadPublisher(
+            self._load_stat, self._release, host=self.settings.host, port=port, online=online
+        )
 
     @property
     def load(self) -> int:
@@ -136,6 +147,23 @@ class EngineHost:
 
     def _live(self) -> Gauges:
         return Gauges(self.engine.running, self.engine.waiting, self.engine.kv_usage)
+
+    def _load_stat(self) -> LoadStat:
+        engine, counters, size = self.engine, self.engine.counters, self.settings.block_size
+        used = engine.in_use_blocks * size
+        prompts, uncached = engine.waiting_tokens()
+        return LoadStat(
+            running=engine.running,
+            waiting=engine.waiting,
+            tokens=used,
+            capacity=engine.capacity_blocks * size,
+            rank=self.rank,
+            waiting_uncached_tokens=uncached,
+            total_tokens=used + prompts,
+            max_running=self.model.max_running,
+            prefill_tokens=counters.queried_tokens - counters.hit_tokens,
+            prefill_us=round(counters.prefill_busy_s * 1e6),
+        )
 
     # ---------------------------------------------------------------- requests
 
@@ -221,7 +249,9 @@ class EngineHost:
     # ---------------------------------------------------------------- clock
 
     def _arm(self) -> None:
-        """Wake up at the engine's next event."""
+        """Wake up at the engine's next event; something has just happened to it."""
+        if self.load_publisher is not None:
+            self.load_publisher.changed()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from gateway.sim.host import EngineHost
+from gateway.sim.load_publisher import LOAD_TOPIC
 
 ADAPTER_SLOTS = 8
 """Adapters that an engine has on its GPU."""
@@ -170,6 +171,8 @@ def sglang_server_info(host: EngineHost, *, page_size: int, max_model_len: int) 
         }
         if publisher.replay_port is not None and release >= (0, 5, 22):
             events["replay_endpoint_port_base"] = publisher.replay_port
+        if host.load_publisher is not None:
+            events |= {"load_endpoint_port_base": host.load_publisher.port, "load_topic": LOAD_TOPIC}
     info: dict[str, object] = {
         "model_path": str(settings.tokenizer.resolve()),
         "tokenizer_path": str(settings.tokenizer.resolve()),

@@ -88,11 +88,11 @@ class EventPublisher:
         try:
             self._pub = self._context.socket(zmq.PUB)
             self._pub.setsockopt(zmq.SNDHWM, 100_000)
-            self.port = _bind(self._pub, self._host, self.port)
+            self.port = bind(self._pub, self._host, self.port)
             if self.replay_port is not None:
                 self._replay_socket = self._context.socket(zmq.ROUTER)
                 self._replay_socket.setsockopt(zmq.SNDHWM, 0)
-                self.replay_port = _bind(self._replay_socket, self._host, self.replay_port)
+                self.replay_port = bind(self._replay_socket, self._host, self.replay_port)
                 self._replay_fd = int(self._replay_socket.getsockopt(zmq.FD))
                 self._loop.add_reader(self._replay_fd, self._answer_replays)
         except zmq.ZMQError:
@@ -181,7 +181,8 @@ class EventPublisher:
         socket.send_multipart((peer, b"", b"", _END, b"") if new else (peer, b"", _END, b""))
 
 
-def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
+def bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
+    """The port that is bound: the given one, or a free one for 0. Raises zmq.ZMQError when it is taken."""
     # ZeroMQ binds addresses, not names.
     address = "127.0.0.1" if host == "localhost" else host
     socket.bind(f"tcp://{address}:{port or '*'}")

@@ -1,6 +1,7 @@
 """The data-parallel ranks of one simulated worker: each has an engine, a cache and a publisher of its own.
 
-Rank r publishes at the ports of rank 0 plus r. A request goes to the rank it names, else to the next in turn.
+Rank r publishes events and load at the ports of rank 0 plus r. A request goes to the rank it names, else to the next in
+turn.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import zmq
 
 from gateway.sim.faults import Fault, FaultKind
 from gateway.sim.host import EngineHost
+from gateway.sim.load_publisher import LoadPublisher
 from gateway.sim.publisher import EventPublisher
 from gateway.sim.settings import EngineSettings
 
@@ -28,6 +30,7 @@ class Ranks:
         self.hosts = tuple(
             EngineHost(settings, rank=rank, wall_clock=wall_clock) for rank in range(settings.data_parallel_size)
         )
+        settings.load_port(settings.events_port, settings.replay_port or None)  # as far as it can be checked
         self._ports = (settings.events_port, settings.replay_port)
         self._turn = 0
         self._offline = False
@@ -40,13 +43,14 @@ class Ranks:
     # ---------------------------------------------------------------- life
 
     def boot(self) -> None:
-        """Raises zmq.ZMQError when a port is taken."""
-        tries = 1 if all(self._ports) or len(self.hosts) == 1 else _PORT_TRIES
+        """Raises zmq.ZMQError when a port is taken, ValueError when one is in the way of the load sockets."""
+        alone = len(self.hosts) == 1 and not self._settings.publishes_load
+        tries = 1 if all(self._ports) or alone else _PORT_TRIES
         for left in reversed(range(tries)):
             try:
                 self._boot_once()
                 return
-            except zmq.ZMQError:
+            except (zmq.ZMQError, ValueError):
                 self.shut_down()
                 if not left:
                     raise
@@ -58,7 +62,14 @@ class Ranks:
             publisher = host.publisher
             if rank == 0 and publisher is not None:
                 events, replay = publisher.port, publisher.replay_port or 0
+        self._publish_load(events, replay or None)
         self._ports = events, replay
+
+    def _publish_load(self, events: int, replay: int | None) -> None:
+        port = self._settings.load_port(events, replay)
+        if port is not None:
+            for rank, host in enumerate(self.hosts):
+                host.publish_load(port + rank, online=not self._offline)
 
     def shut_down(self) -> None:
         """Idempotent."""
@@ -89,6 +100,8 @@ class Ranks:
                 _engine_fault(host, fault)
                 if host.publisher is not None:
                     _feed_fault(host.publisher, fault)
+                if host.load_publisher is not None:
+                    _load_fault(host.load_publisher, fault)
 
     # ---------------------------------------------------------------- looking
 
@@ -140,6 +153,16 @@ def _engine_fault(host: EngineHost, fault: Fault) -> None:
             host.set_speed(host.settings.speed * fault.factor)
         case FaultKind.LINK:
             host.engine.set_link(fault.factor)
+        case _:
+            pass
+
+
+def _load_fault(publisher: LoadPublisher, fault: Fault) -> None:
+    match fault.kind:
+        case FaultKind.OFFLINE:
+            publisher.go_offline()
+        case FaultKind.ONLINE | FaultKind.HEAL:
+            publisher.go_online()
         case _:
             pass
 

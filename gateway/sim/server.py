@@ -124,6 +124,12 @@ class SimulatedWorker:
         port = None if publisher is None else publisher.replay_port
         return None if port is None else f"tcp://{self.settings.host}:{port}"
 
+    @property
+    def load_endpoint(self) -> str | None:
+        """Where rank 0 publishes its load, None where it does not."""
+        publisher = self._ranks.first.load_publisher
+        return None if publisher is None else f"tcp://{self.settings.host}:{publisher.port}"
+
     def state(self) -> dict[str, object]:
         """What `GET /sim/state` shows. Counts of the engine start at 0 again after a restart."""
         return {

@@ -24,7 +24,8 @@ class WorkerReading:
     its index was learned anew, `findings` are the codes of what was found about it. `error` is why the last probe
     failed, for operators. `learned_blocks` were learned from routing; `announces`: its events tell instead what it
     holds of token prompts. `hit_tokens` were delivered since the start.
-    `breaker` is 0 (closed), 1 (half open) or 2 (open), None before it has joined.
+    `breaker` is 0 (closed), 1 (half open) or 2 (open), None before it has joined. `load_socket` is None where its load
+    is not listened to.
     """
 
     worker: WorkerId
@@ -49,6 +50,20 @@ class WorkerReading:
     announces: bool = False
     error: str | None = None
     breaker: int | None = None
+    load_socket: LoadSocketReading | None = None
+
+
+class LoadSocketReading(NamedTuple):
+    """The load sockets of one worker, those of all its ranks together: messages heard, of these unreadable, new
+    processes seen. `age_s` is that of the last one that could be read, of the rank heard longest ago; None while one
+    has never been heard. `fresh`: its load is theirs now."""
+
+    endpoints: tuple[str, ...]
+    fresh: bool
+    messages: int
+    errors: int
+    restarts: int
+    age_s: float | None
 
 
 class LifeReading(NamedTuple):

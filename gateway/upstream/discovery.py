@@ -28,7 +28,14 @@ from gateway.kv.events import names_prefixes
 from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, Finding, WorkerFacts, WorkerSpec
 from gateway.upstream.control import Answer, ControlClient, ProbeFailed
-from gateway.upstream.endpoints import SglangEvents, VllmSource, configured_sources, sglang_sources, vllm_sources
+from gateway.upstream.endpoints import (
+    SglangEvents,
+    VllmSource,
+    configured_sources,
+    sglang_loads,
+    sglang_sources,
+    vllm_sources,
+)
 from gateway.upstream.load_text import Series, read_series, start_time, vllm_cache
 from gateway.upstream.ranks import rank_numbers, release_number, routes_ranks, without_collisions
 
@@ -139,6 +146,7 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
         rank_routing=routing,
         cached_tokens_reported=said.info.enable_cache_report if said.info is not None else None,
         keeps_sessions=_keeps_sessions(said),
+        loads=sglang_loads(said.info.kv_events if said.info is not None else None, host),
         needs_key=said.needs_key if known is None else known.needs_key,
     )
     if known is None or (known.engine, known.version) != (engine, version):

@@ -1,4 +1,4 @@
-"""Where a worker publishes its KV events and answers replays, as the gateway can reach it.
+"""Where a worker publishes its KV events and its load, and answers replays, as the gateway can reach it.
 
 Rules:
 1. A wildcard host becomes the worker's own host, from its URL.
@@ -6,8 +6,10 @@ Rules:
 3. An address the gateway could not connect to is left out and becomes a finding with the fix: a PUB socket that
    connects instead of binding, a loopback address on another machine, a transport without an address.
 4. What is configured wins, rank by rank.
+5. A load socket binds every address of its host, whatever the host of the events: it is looked for at the worker's own.
 
-Wire formats: `GET /kv_event_sources` of vLLM (0.31 on), `kv_events` in SGLang's `GET /server_info` (0.5.13 on).
+Wire formats: `GET /kv_event_sources` of vLLM (0.31 on), `kv_events` in SGLang's `GET /server_info` (0.5.13 on; with the
+load socket from 0.5.19 on, where `--load-publish-endpoint` opens one).
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import msgspec
 
 from gateway import findings as table
 from gateway.pool import MAX_WORKERS
-from gateway.records import EngineKind, EventSource, Finding, WorkerSpec
+from gateway.records import EngineKind, EventSource, Finding, LoadEndpoint, WorkerSpec
 
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "[::]", "::"})
+_LAST_PORT = 65_535
 
 
 class VllmSource(msgspec.Struct):
@@ -44,6 +47,8 @@ class SglangEvents(msgspec.Struct):
     block_size: int | None = None
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] = 1
     replay_endpoint_port_base: int | None = None
+    load_endpoint_port_base: int | None = None
+    load_topic: str = "load"
 
 
 def vllm_sources(
@@ -107,6 +112,15 @@ def sglang_sources(
         )
         for rank in range(max(events.dp_size, 1))
     }
+
+
+def sglang_loads(events: SglangEvents | None, host: str) -> tuple[LoadEndpoint, ...]:
+    """Where each rank publishes its load; empty where nothing is announced, or ports that cannot be."""
+    base = events.load_endpoint_port_base if events is not None else None
+    if events is None or base is None or not 0 < base <= _LAST_PORT - events.dp_size + 1:
+        return ()
+    address = f"tcp://{_bracketed(host)}"
+    return tuple(LoadEndpoint(rank, f"{address}:{base + rank}", events.load_topic) for rank in range(events.dp_size))
 
 
 def configured_sources(

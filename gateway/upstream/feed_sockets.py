@@ -11,7 +11,8 @@ costs several times what decoding it does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -47,7 +48,7 @@ class FeedSockets:
         """The subscription, being connected; the end of it closes the replay too."""
         socket = zmq.Socket(self._context, zmq.SUB)
         try:
-            _configure(socket)
+            configure(socket, messages=_RECEIVE_LIMIT, message_bytes=_MAX_MESSAGE_BYTES)
             monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
             try:
                 socket.setsockopt(zmq.SUBSCRIBE, self._source.topic.encode())
@@ -67,7 +68,7 @@ class FeedSockets:
 
     def reply(self) -> list[bytes] | None:
         """Frames of the next reply to the replay asked for last, if there is one."""
-        return None if self._replay is None else _receive(self._replay)
+        return None if self._replay is None else receive(self._replay)
 
     def ask(self, from_seq: int) -> None:
         """Ask for a replay, over a new connection; nothing where there is no endpoint."""
@@ -76,7 +77,7 @@ class FeedSockets:
         if endpoint is None:
             return
         self._replay = zmq.Socket(self._context, zmq.DEALER)
-        _configure(self._replay)
+        configure(self._replay, messages=_RECEIVE_LIMIT, message_bytes=_MAX_MESSAGE_BYTES)
         self._replay.connect(endpoint)
         self._replay.send_multipart(replay_request(from_seq), zmq.NOBLOCK)
 
@@ -91,23 +92,10 @@ class FeedSockets:
     ) -> None:
         """Until a socket has something, `wake` is set, or so many seconds have passed. `wanted` says whether there was
         something to do before."""
-        loop = asyncio.get_running_loop()
         sockets = [*subscription, self._replay] if self._replay is not None else [*subscription]
-        descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets]
-        wake.clear()
-        for descriptor in descriptors:
-            loop.add_reader(descriptor, wake.set)
-        try:
-            # The descriptor tells of changes only: what came before it was watched must be asked for.
-            if wanted() or any(_readable(socket) for socket in sockets):
-                return
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                await wake.wait()
-        except TimeoutError:
-            return
-        finally:
-            for descriptor in descriptors:
-                loop.remove_reader(descriptor)
+                await until_readable(sockets, wake, wanted)
 
 
 class Subscription(NamedTuple):
@@ -118,17 +106,38 @@ class Subscription(NamedTuple):
 
     def live(self) -> list[bytes] | None:
         """Frames of the next live message, if there is one."""
-        return _receive(self.socket)
+        return receive(self.socket)
 
     def connected(self) -> bool:
         """Whether a connection has become ready since this was asked last."""
-        return _readable(self.monitor) and _receive(self.monitor) is not None
+        return _readable(self.monitor) and receive(self.monitor) is not None
 
 
-def _configure(socket: zmq.Socket[bytes]) -> None:
+async def until_readable(
+    sockets: Sequence[zmq.Socket[bytes]], wake: asyncio.Event, wanted: Callable[[], object]
+) -> None:
+    """Wait until one of the sockets has something or `wake` is set. `wanted` says whether there was something to do
+    before."""
+    loop = asyncio.get_running_loop()
+    descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets]
+    wake.clear()
+    for descriptor in descriptors:
+        loop.add_reader(descriptor, wake.set)
+    try:
+        # The descriptor tells of changes only: what came before it was watched must be asked for.
+        if not wanted() and not any(_readable(socket) for socket in sockets):
+            await wake.wait()
+    finally:
+        for descriptor in descriptors:
+            loop.remove_reader(descriptor)
+
+
+def configure(socket: zmq.Socket[bytes], *, messages: int, message_bytes: int) -> None:
+    """Limits of a socket that follows an engine: messages that zmq holds for us, the size of one; connections are made
+    again and again, and noticed when they are half open."""
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.RCVHWM, messages)
+    socket.setsockopt(zmq.MAXMSGSIZE, message_bytes)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
@@ -140,7 +149,8 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """Frames of the next message, if there is one."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:

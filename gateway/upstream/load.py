@@ -1,4 +1,4 @@
-"""Load of the workers: what they say about themselves, read every `poll_s` seconds.
+"""Load of the workers: what they say about themselves, read every `poll_s` seconds, or heard from a socket.
 
 Rules:
 1. A poll is never in a request's way: each URL has its own loop, its own connection and one deadline a poll. Ranks
@@ -9,6 +9,9 @@ Rules:
    `--enable-metrics`. Which paths a server has is found out again after a failure: it may be another release then.
 4. A server that has had nothing to do for some polls, and has nothing of ours, is asked every third time only: polls of
    idle workers are most of what a large fleet costs. Its sample stays younger than what is forgotten.
+5. Where a load socket (`load_socket`) tells the load of a worker, the load in a poll is not used: it may be the older
+   one. Where all workers of the URL are told so, polls come as seldom as `/metrics` is read, for its counters; those
+   are joined to what the socket says. A socket that falls silent leaves the next period to a poll again.
 """
 
 from __future__ import annotations
@@ -54,6 +57,10 @@ Samples = Mapping[int | None, LoadSample]
 """By rank; None is the key of a worker that is all ranks of its URL together."""
 
 
+def _hears_nobody(rank: int | None) -> bool:
+    return False
+
+
 _SGLANG_LOADS: tuple[tuple[str, Callable[[bytes, Sequence[int]], Samples]], ...] = (
     ("/v1/loads?include=core", parse_loads),
     ("/get_load", parse_old_loads),
@@ -67,7 +74,7 @@ class LoadPoller:
     `counts` is read by metrics and the admin port. `engine` is what probing found. `workers` says who is behind the
     URL, by rank, and may be changed while it runs; without it there is one worker with the name of `spec`. A rank that
     is not in the answer may be gone: the others' samples count, the poll is a failed one, and `on_missing` is called,
-    once. `unused` says that nothing of ours is open there.
+    once. `unused` says that nothing of ours is open there, `hears` whether a socket tells a worker's load (rule 5).
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class LoadPoller:
         timeout_s: float = 2.0,
     ) -> None:
         self.workers: Mapping[int | None, WorkerId] = workers or {None: spec.name}
+        self.hears: Callable[[int | None], bool] = _hears_nobody
         self.counts = PollCounts()
         self._spec = spec
         self._engine = engine
@@ -120,11 +128,30 @@ class LoadPoller:
             self.close()
 
     def skips(self) -> bool:
-        """It is time for a poll: whether it is left out (rule 4)."""
-        idle = self._quiet >= QUIET_POLLS and not self._tightened and self._unused()
-        skips = idle and self._skipped < IDLE_SKIPS
+        """It is time for a poll: whether it is left out (rules 4 and 5)."""
+        most = 0
+        if all(map(self.hears, self.workers)):
+            most = COUNTER_POLLS - 1
+            self._until_counters = 0
+        elif self._quiet >= QUIET_POLLS and not self._tightened and self._unused():
+            most = IDLE_SKIPS
+        skips = self._skipped < most
         self._skipped = self._skipped + 1 if skips else 0
         return skips
+
+    def heard(self, loads: Samples) -> None:
+        """What a socket has told of some of the workers."""
+        self._quiet = 0  # once it is silent, polls must not be seldom for an earlier rest
+        for rank, load in loads.items():
+            worker = self.workers.get(rank)
+            if worker is not None:
+                counted = _joined(load, self._counters.get(rank))
+                self._on_sample(worker, replace(counted, start_time_unix=None))  # of the process that was polled
+
+    def restarted(self) -> None:
+        """Counters are another process's: the next period reads them anew."""
+        self._counters, self._until_counters = {}, 0
+        self._skipped = COUNTER_POLLS
 
     def respec(self, spec: WorkerSpec) -> None:
         """The worker has another key; its address is the same."""
@@ -162,7 +189,8 @@ class LoadPoller:
         busy = any(sample.running or sample.waiting for sample in samples.values())
         self._quiet = 0 if busy else self._quiet + 1
         for rank, sample in samples.items():
-            self._on_sample(workers[rank], sample)
+            if not self.hears(rank):
+                self._on_sample(workers[rank], sample)
         missing = workers.keys() - samples.keys()
         if missing:
             self.counts.failed += 1

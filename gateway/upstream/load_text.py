@@ -340,12 +340,18 @@ def _by_rank(found: Sequence[tuple[int, LoadSample]], ranks: Sequence[int], path
         return samples
     if not found:
         raise ValueError(f"{path} names no scheduler")
-    usages = [sample.kv_usage for _, sample in found if sample.kv_usage is not None]
-    tokens = [sample.kv_tokens for _, sample in found if sample.kv_tokens is not None]
-    whole = LoadSample(
-        running=sum(sample.running for _, sample in found),
-        waiting=sum(sample.waiting for _, sample in found),
+    return {None: together([sample for _, sample in found])}
+
+
+def together(ranks: Sequence[LoadSample]) -> LoadSample:
+    """The load of ranks that are one worker, at least one: requests and tokens are summed, usage is the fullest one's.
+    What only a whole server says is left out."""
+    usages = [sample.kv_usage for sample in ranks if sample.kv_usage is not None]
+    tokens = [sample.kv_tokens for sample in ranks if sample.kv_tokens is not None]
+    return LoadSample(
+        running=sum(sample.running for sample in ranks),
+        waiting=sum(sample.waiting for sample in ranks),
         kv_usage=max(usages, default=None),
         kv_tokens=sum(tokens) if tokens else None,
+        source=ranks[0].source,
     )
-    return {None: whole}

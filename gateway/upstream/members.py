@@ -12,8 +12,9 @@ Nothing here waits or does I/O.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol
 
 from gateway.findings import HITS_NOT_REPORTED, METRICS_OFF, PATH_SILENT
 from gateway.prefix import PromptHasher
@@ -22,6 +23,7 @@ from gateway.records import (
     EngineKind,
     EventSource,
     Finding,
+    LoadEndpoint,
     Outcome,
     Slot,
     TrustState,
@@ -31,6 +33,7 @@ from gateway.records import (
 )
 from gateway.upstream.kv_feed import KvFeed, worst_trust
 from gateway.upstream.load import LoadPoller
+from gateway.upstream.load_socket import LoadSocket
 
 WHOLE_EVERY: Final = 6
 
@@ -39,6 +42,18 @@ _PASSING: Final = frozenset((PATH_SILENT.code, METRICS_OFF.code))
 
 _SILENT_ANSWERS: Final = 8
 """Chats that should have hit and reported nothing, before a server is said not to report."""
+
+
+class Tasks(Protocol):
+    """Where background work runs (`runtime.Supervisor`)."""
+
+    def start(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Run in the background; restarted when it fails."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """Cancel and wait; unknown names are fine."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +94,9 @@ class Member:
     seats: dict[WorkerId, Seat] = field(default_factory=dict)
     facts: WorkerFacts | None = None
     poller: LoadPoller | None = None
+    load_socket: LoadSocket | None = None
+    loads_named: tuple[LoadEndpoint, ...] = ()
+    """Where it says that its load is published, as others were told."""
     error: str | None = None
     leaving: bool = False
     away: bool = False
@@ -130,6 +148,12 @@ class Member:
     def by_rank(self) -> dict[int | None, WorkerId]:
         """Who is behind the URL, as a load poll tells them apart."""
         return {seat.spec.rank.number if seat.spec.rank else None: name for name, seat in self.seats.items()}
+
+    def began_anew(self) -> None:
+        """Its load socket shows a new process: counters and what else it said are looked at soon."""
+        if self.poller is not None:
+            self.poller.restarted()
+        self.look.set()
 
     def restarted(self, start_time_unix: float | None) -> None:
         """The server was away or began anew: what it holds and how it was started may have changed. Where it tells when

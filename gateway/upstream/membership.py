@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from random import Random
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import zmq
@@ -34,12 +34,23 @@ from gateway.errors import FleetFull
 from gateway.kv import KvIndex
 from gateway.pool import Fleet
 from gateway.prefix import PromptHasher
-from gateway.records import EventSource, LoadSample, Outcome, Severity, TrustState, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import (
+    EventSource,
+    LoadSample,
+    LoadSource,
+    Outcome,
+    Severity,
+    TrustState,
+    WorkerFacts,
+    WorkerId,
+    WorkerSpec,
+)
 from gateway.upstream.control import ControlClient, ProbeFailed, Turnstile
 from gateway.upstream.discovery import probe, serves_the_same
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
-from gateway.upstream.members import Member, Seat, cut
+from gateway.upstream.load_listening import LoadListening
+from gateway.upstream.members import Member, Seat, Tasks, cut
 from gateway.upstream.parity import token_differences
 from gateway.upstream.ranks import rank_facts, rank_specs
 
@@ -54,24 +65,13 @@ _FIRST_RETRY_S = 0.25
 _LONGEST_RETRY_S = 5.0
 
 
-class Tasks(Protocol):
-    """Where background work runs (`runtime.Supervisor`)."""
-
-    def start(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Run in the background; restarted when it fails."""
-        ...
-
-    async def stop(self, name: str) -> None:
-        """Cancel and wait; unknown names are fine."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class MembershipSettings:
-    """Periods in seconds."""
+    """Periods in seconds; `load_sockets`: workers that publish their load are listened to."""
 
     poll_s: float = 1.0
     refresh_s: float = 10.0
+    load_sockets: bool = True
 
 
 class Membership:
@@ -102,6 +102,7 @@ class Membership:
         self._on_joining = on_joining
         self._on_left = on_left
         self.settings = settings or MembershipSettings()
+        self._listening = LoadListening(tasks=tasks, context=context, clock=clock)
         self._turns = asyncio.Lock()
         self._probes = Turnstile(_PROBES_AT_ONCE, young_s=_YOUNG_S)
         self._settings_changed = False
@@ -177,6 +178,7 @@ class Membership:
         await self._tasks.stop(f"worker {name}")
         for seat in member.seats.values():
             await self._stop_feeds(seat, list(seat.feeds))
+        await self._listening.leave(member)
         if member.poller is not None:
             await self._tasks.stop(f"load {name}")
         # Nothing waits from here on: slots, index and names are free at the same moment.
@@ -340,6 +342,7 @@ class Membership:
         elif self._settings_changed:
             self._settings_changed = False
             await self._fit_block_sizes()
+        await self._listening.follow(member, on=self.settings.load_sockets)
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
         member.hasher = await self._on_joining(member.spec, facts)
@@ -368,6 +371,7 @@ class Membership:
                 poll_s=self.settings.poll_s,
             )
             self._tasks.start(f"load {spec.name}", member.poller.run)
+        await self._listening.follow(member, on=self.settings.load_sockets)
         self._log.info(
             "worker joined",
             worker=spec.name,
@@ -462,7 +466,7 @@ class Membership:
     def _on_sample(self, worker_id: WorkerId, sample: LoadSample) -> None:
         self._fleet.load(worker_id, sample, self._clock())
         member = self.member_of(worker_id)
-        if member is not None and member.facts is not None:
+        if member is not None and member.facts is not None and sample.source is LoadSource.POLL:
             if sample.start_time_unix != member.facts.start_time_unix:
                 member.look.set()
             else:

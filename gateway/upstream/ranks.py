@@ -58,6 +58,7 @@ def rank_facts(spec: WorkerSpec, facts: WorkerFacts) -> WorkerFacts:
         facts,
         kv_blocks=facts.kv_blocks // len(facts.ranks) if facts.kv_blocks is not None else None,
         events=tuple(source for source in facts.events if source.rank == number),
+        loads=tuple(load for load in facts.loads if load.rank == number),
         ranks=(number,),
     )
 

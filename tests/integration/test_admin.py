@@ -263,6 +263,7 @@ async def test_workers(client: httpx.AsyncClient, gateway: Gateway) -> None:
         "prefix_queries": None,
         "prefix_hits": None,
         "age_s": 1,
+        "source": "poll",
     }
     assert first["index_blocks"] == {"gpu": 4, "cpu": 0, "disk": 0, "remote": 0}
     assert first["feed"]["phases"] == {"0": "live"}

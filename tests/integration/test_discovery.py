@@ -7,14 +7,16 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import uvicorn
 
-from gateway.records import EngineKind, LoadSample, WorkerId, WorkerSpec
+from gateway.records import EngineKind, LoadSample, LoadSource, WorkerId, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed, open_control_client
 from gateway.upstream.discovery import probe
 from gateway.upstream.load import COUNTER_POLLS, LoadPoller
@@ -304,6 +306,45 @@ async def test_sglang_without_metrics_still_tells_its_load(poller: Pollers) -> N
     assert (polling.counts.ok, polling.counts.failed) == (1, 0)
     assert "404" in (polling.counts.counters_error or "")
     assert samples.seen[0][1].prefix_hits is None
+
+
+async def test_where_sockets_tell_the_load_polls_are_seldom_and_bring_counters_only(poller: Pollers) -> None:
+    app, samples, silent = Replay("sglang-0.5.23"), Samples(), set[int | None]()
+    told = LoadSample(1, 0, 0.5, source=LoadSource.SOCKET)
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.SGLANG, samples)
+        await polling.poll()
+        polling.hears = lambda rank: rank not in silent
+        polling.heard({None: told, 7: told})
+        assert samples.seen[1:] == [("w1", replace(told, prefix_queries=ANY, prefix_hits=7408, kv_blocks=512))]
+        looks = [polling.skips() for _ in range(2 * COUNTER_POLLS)]
+        assert looks.count(False) == 2
+        await polling.poll()
+        assert app.asked.count("/metrics") == 2, "at every one of these polls"
+        assert len(samples.seen) == 2, "what a poll says of the load may be older"
+        polling.restarted()
+        assert not polling.skips(), "another process's counters are read soon"
+        polling.heard({None: told})
+        assert samples.seen[-1] == ("w1", told), "and none before that"
+        assert polling.skips()
+        silent.add(None)
+        assert not polling.skips()
+        await polling.poll()
+        assert samples.seen[-1][1].source is LoadSource.POLL
+
+
+async def test_one_silent_rank_is_polled_for_with_its_url_at_the_usual_pace(poller: Pollers) -> None:
+    app, samples = Replay("sglang-0.5.23"), Samples()
+    loads = [{"dp_rank": rank, "num_running_reqs": 5, "num_waiting_reqs": 0} for rank in (0, 1)]
+    app.answers["/v1/loads"] = (200, json.dumps({"loads": loads}).encode())
+    names = {0: WorkerId("w1@0"), 1: WorkerId("w1@1")}
+    async with serving(app) as url:
+        polling = poller(url, EngineKind.SGLANG, samples, workers=names)
+        polling.hears = lambda rank: rank == 0
+        assert not any(polling.skips() for _ in range(5))
+        await polling.poll()
+    assert [worker for worker, _ in samples.seen] == ["w1@1"]
+    assert polling.counts.ok == 1
 
 
 async def test_sglang_before_v1_loads(poller: Pollers) -> None:

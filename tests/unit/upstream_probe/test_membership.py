@@ -621,3 +621,35 @@ async def test_a_server_that_lost_its_seats_to_a_full_fleet_keeps_one_poller(
     assert set(poller.workers.values()) == {R0, R1}
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+LOADS = (
+    '{"model_path": "m", "version": "0.5.23", "kv_events": {"endpoint_port_base": 5557, "load_endpoint_port_base": %d}}'
+)
+
+
+async def test_one_load_socket_that_two_servers_name_is_nobodys(stand: Stand) -> None:
+    """SGLang goes on without its load socket when its port is taken: what is heard there is another's load."""
+    membership, tasks = stand.membership, stand.tasks
+    stand.answers["/server_info"] = LOADS % 6000
+    await membership.add(spec(W1, "h"))
+    await membership.add(spec(W3, "elsewhere"))
+    assert {name for name in tasks.names if "socket" in name} == {"load socket w1", "load socket w3"}
+    await membership.add(spec(W2, "h"))
+    assert "load socket w2" not in tasks.names
+    following = asyncio.ensure_future(tasks.runs["worker w1"]())
+    await until(lambda: "load socket w1" not in tasks.names)
+    following.cancel()
+    await asyncio.wait([following])
+    assert "load socket w3" in tasks.names
+    stand.answers["/server_info"] = LOADS % 6001
+    await membership.leave(W1)
+    following = asyncio.ensure_future(tasks.runs["worker w2"]())
+    await until(lambda: "load socket w2" in tasks.names)
+    following.cancel()
+    await asyncio.wait([following])
+    heard = membership.members[W2].load_socket
+    assert heard is not None
+    assert [load.endpoint for load in heard.endpoints] == ["tcp://h:6001"]
+    await membership.leave(W2)
+    assert {name for name in tasks.names if "socket" in name} == {"load socket w3"}

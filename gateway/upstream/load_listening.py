@@ -1,0 +1,93 @@
+"""Which servers' load sockets are listened to.
+
+Rules:
+1. A socket is opened for each server that names one, and opened anew when its address or its ranks change.
+2. An address that several servers name has one publisher, and nobody can say whose: SGLang goes on, without its load
+   socket, when its port is taken. None of them is listened to there; they are polled.
+3. A server's polls know its socket, and go on at their own pace without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+import zmq
+
+from gateway.records import LoadEndpoint
+from gateway.upstream.load_socket import LoadSocket
+from gateway.upstream.members import Member, Tasks
+
+
+class LoadListening:
+    """Call `follow` when a member has joined and whenever it was probed, `leave` when it goes."""
+
+    def __init__(self, *, tasks: Tasks, context: zmq.Context[Any], clock: Callable[[], float]) -> None:
+        self._tasks = tasks
+        self._context = context
+        self._clock = clock
+        self._named: Counter[str] = Counter()
+        """How many members name an address."""
+        self._log = structlog.get_logger("kvgate.load")
+
+    async def follow(self, member: Member, *, on: bool) -> None:
+        """Listen to the sockets that a member names now, if `on`."""
+        facts, poller = member.facts, member.poller
+        if facts is None or poller is None or member.leaving:
+            return
+        self._name(member, facts.loads)
+        whole = not facts.rank_routing
+        wanted = tuple(load for load in facts.loads if on and self._named[load.endpoint] == 1)
+        if whole and len(wanted) < len(facts.loads):
+            wanted = ()  # the sum of some ranks is nobody's load
+        heard = member.load_socket
+        if heard is not None:
+            if (heard.endpoints, heard.whole) == (wanted, whole):
+                return
+            await self._stop(member)
+        if not wanted or member.leaving or member.load_socket is not None:
+            return
+        socket = member.load_socket = LoadSocket(
+            wanted,
+            whole=whole,
+            context=self._context,
+            clock=self._clock,
+            on_load=poller.heard,
+            on_restart=member.began_anew,
+        )
+        poller.hears = socket.fresh
+        self._tasks.start(_task(member), socket.run)
+        self._log.info("load socket", worker=member.spec.name, endpoints=[load.endpoint for load in wanted])
+
+    async def leave(self, member: Member) -> None:
+        """It is going: nothing more is heard, and its addresses may be another's."""
+        self._name(member, ())
+        await self._stop(member)
+
+    def _name(self, member: Member, loads: tuple[LoadEndpoint, ...]) -> None:
+        if loads == member.loads_named:
+            return
+        self._named.subtract(load.endpoint for load in member.loads_named)
+        self._named.update(load.endpoint for load in loads)
+        self._named += Counter()  # what is 0 goes
+        member.loads_named = loads
+        shared = [load.endpoint for load in loads if self._named[load.endpoint] > 1]
+        if shared:
+            self._log.warning(
+                "load socket is not used: several workers name it, so one of them could not open its own",
+                worker=member.spec.name,
+                endpoints=shared,
+                fix="give each server on a host a --load-publish-endpoint of its own",
+            )
+
+    async def _stop(self, member: Member) -> None:
+        if member.poller is not None:
+            member.poller.hears = lambda _: False
+        member.load_socket = None
+        await self._tasks.stop(_task(member))
+
+
+def _task(member: Member) -> str:
+    return f"load socket {member.spec.name}"

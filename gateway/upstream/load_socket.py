@@ -1,0 +1,209 @@
+"""Load of SGLang's workers as they publish it: one ZeroMQ socket for each data-parallel rank of a server.
+
+Wire format (SGLang 0.5.19 on, `managers/scheduler_components/load_publisher.py`), behind `--load-publish-endpoint`:
+three frames `[topic, sequence (8 bytes, big-endian), payload]`; the payload is a msgpack array `["LoadStat", running,
+waiting, tokens, capacity, rank]`, from 0.5.20 on with five further numbers. `tokens` are those in use of `capacity` (0:
+unknown). A change is published at once, nothing new once a second. The sequence starts at 0 with each process.
+
+Rules:
+1. Only the newest message of a rank counts, and none is older than the engine's last step. The socket is drained at
+   most every `DRAIN_S`; ZeroMQ's own "keep the newest" (ZMQ_CONFLATE) cannot be used with several frames.
+2. A rank's load is the socket's while the last message is younger than `FRESH_S`. Then the polls take over.
+3. Whose load it is says the address. A message that names another rank comes from another server that has the port: it
+   is none of this one's, and counts as unreadable.
+4. What cannot be read is counted, and says nothing of the load or of its age. Nothing of it ends the loop.
+5. A sequence that goes back is a new process.
+6. A socket that brought nothing for `reopen_s` is opened anew: zmq makes lost connections again, but gives one up for
+   good over a message that is too large or breaks its protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Final
+
+import msgspec
+import zmq
+
+from gateway.records import LoadEndpoint, LoadSample, LoadSource
+from gateway.upstream.feed_sockets import configure, receive, until_readable
+from gateway.upstream.load_text import together
+
+DRAIN_S: Final = 0.25
+"""Least seconds between two looks: as often as a tightened poll comes by default. What is learned from loads (who else
+is there, how much fits) was made for that pace."""
+
+FRESH_S: Final = 3.0
+"""An engine says something every second. With the next poll the sample is still younger than what is forgotten."""
+
+REOPEN_S: Final = 10.0
+
+_MOST: Final = 256
+"""Messages taken of a rank in one drain, and held by zmq meanwhile: ten seconds of a busy engine's. What floods a
+socket costs no more than this."""
+
+_MESSAGE_BYTES: Final = 4096
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _LoadStat(msgspec.Struct, array_like=True, tag="LoadStat", gc=False):
+    """The payload; fields after these are not read."""
+
+    running: _Count
+    waiting: _Count
+    tokens: _Count
+    capacity: _Count
+    rank: int | None = None
+    waiting_uncached_tokens: Any = None
+    total_tokens: _Count | None = None
+
+
+_decode: Final = msgspec.msgpack.Decoder(_LoadStat).decode
+
+
+def parse_load(frames: Sequence[bytes], rank: int) -> tuple[int, LoadSample]:
+    """Sequence and load of one message of a rank. Raises ValueError for what is no such message."""
+    if len(frames) != 3 or len(frames[1]) != 8:
+        raise ValueError("a load message has three frames, the second of 8 bytes")
+    try:
+        stat = _decode(frames[2])
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if stat.rank not in (None, rank):
+        raise ValueError(f"load of rank {stat.rank} where rank {rank} publishes")
+    usage = min(1.0, stat.tokens / stat.capacity) if stat.capacity else None
+    tokens = (stat.tokens if stat.total_tokens is None else stat.total_tokens) if usage is None else None
+    sample = LoadSample(stat.running, stat.waiting, usage, kv_tokens=tokens, source=LoadSource.SOCKET)
+    return int.from_bytes(frames[1], "big"), sample
+
+
+class RankLoad:
+    """What one rank has said: its newest load, when it was heard, and counts of messages."""
+
+    __slots__ = ("_sequence", "active_at", "endpoint", "errors", "heard_at", "messages", "restarts", "sample")
+
+    def __init__(self, endpoint: LoadEndpoint) -> None:
+        self.endpoint = endpoint
+        self.sample: LoadSample | None = None
+        self.heard_at: float | None = None
+        self.active_at: float | None = None
+        """When its socket was opened, or brought anything at all."""
+        self.messages = 0
+        self.errors = 0
+        self.restarts = 0
+        self._sequence = 0
+
+    def take(self, messages: Sequence[Sequence[bytes]], now: float) -> bool:
+        """What a drain has found, oldest first; whether there is a new load in it."""
+        if messages:
+            self.messages += len(messages)
+            self.active_at = now
+        for frames in reversed(messages):
+            try:
+                sequence, self.sample = parse_load(frames, self.endpoint.rank)
+            except ValueError:
+                self.errors += 1
+                continue
+            if sequence < self._sequence:
+                self.restarts += 1
+            self._sequence, self.heard_at = sequence, now
+            return True
+        return False
+
+    def fresh(self, now: float) -> bool:
+        """Whether what it said last still holds."""
+        return self.heard_at is not None and now - self.heard_at <= FRESH_S
+
+
+class LoadSocket:
+    """Hears the ranks of one server until cancelled. Make a new one when their addresses change.
+
+    `whole`: the ranks are one worker, whose load is that of all of them; it is told under None, once all are fresh.
+    `on_load` gets what is new, by rank. `on_restart` is called when a rank has begun anew, before its load is told.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[LoadEndpoint],
+        *,
+        whole: bool,
+        context: zmq.Context[Any],
+        clock: Callable[[], float],
+        on_load: Callable[[Mapping[int | None, LoadSample]], None],
+        on_restart: Callable[[], None],
+        reopen_s: float = REOPEN_S,
+    ) -> None:
+        self.endpoints = tuple(endpoints)
+        self.ranks: Mapping[int, RankLoad] = {endpoint.rank: RankLoad(endpoint) for endpoint in endpoints}
+        self.whole = whole
+        self._context = context
+        self._clock = clock
+        self._on_load = on_load
+        self._on_restart = on_restart
+        self._reopen_s = reopen_s
+
+    def fresh(self, rank: int | None) -> bool:
+        """Whether the load of this rank, or of all (None), has been heard and still holds."""
+        now = self._clock()
+        if rank is None:
+            return all(heard.fresh(now) for heard in self.ranks.values())
+        return rank in self.ranks and self.ranks[rank].fresh(now)
+
+    async def run(self) -> None:
+        """Never returns. Raises zmq.ZMQError when an address is malformed or the context closed."""
+        wake = asyncio.Event()
+        sockets: dict[int, zmq.Socket[bytes]] = {}
+        try:
+            while True:
+                self._open(sockets)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._reopen_s):
+                        await until_readable(list(sockets.values()), wake, lambda: False)
+                await self._drain(sockets)
+                await asyncio.sleep(DRAIN_S)
+        finally:
+            for socket in sockets.values():
+                socket.close(linger=0)
+
+    def _open(self, sockets: dict[int, zmq.Socket[bytes]]) -> None:
+        """Those that are not there, or silent for too long (rule 6)."""
+        now = self._clock()
+        for rank, heard in self.ranks.items():
+            if rank in sockets:
+                if heard.active_at is not None and now - heard.active_at <= self._reopen_s:
+                    continue
+                sockets.pop(rank).close(linger=0)
+            socket = sockets[rank] = zmq.Socket(self._context, zmq.SUB)
+            heard.active_at = now
+            configure(socket, messages=_MOST, message_bytes=_MESSAGE_BYTES)
+            socket.setsockopt(zmq.SUBSCRIBE, heard.endpoint.topic.encode())
+            socket.connect(heard.endpoint.endpoint)
+
+    async def _drain(self, sockets: Mapping[int, zmq.Socket[bytes]]) -> None:
+        restarts = self._restarts
+        new: dict[int | None, LoadSample] = {}
+        for rank, socket in sockets.items():
+            messages: list[list[bytes]] = []
+            while len(messages) < _MOST and (frames := receive(socket)) is not None:
+                messages.append(frames)
+            heard = self.ranks[rank]
+            if heard.take(messages, self._clock()) and heard.sample is not None:
+                new[rank] = heard.sample
+            if len(messages) == _MOST:
+                await asyncio.sleep(0)
+        if self._restarts != restarts:
+            self._on_restart()
+        if self.whole:
+            new = {None: self._sum()} if new and self.fresh(None) else {}
+        if new:
+            self._on_load(new)
+
+    @property
+    def _restarts(self) -> int:
+        return sum(heard.restarts for heard in self.ranks.values())
+
+    def _sum(self) -> LoadSample:
+        return together([heard.sample for heard in self.ranks.values() if heard.sample is not None])
