@@ -17,14 +17,13 @@ The native endpoints (`/tokenize`, `/detokenize`, `/generate`) may leave `model`
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from array import array
 from collections.abc import Mapping
 
 import msgspec
 
+from gateway.api.asking import SALTED, tenant_salt
 from gateway.api.converted import of_messages, of_responses
 from gateway.api.pieces import Pieces
 from gateway.errors import BadRequest
@@ -46,19 +45,38 @@ _NO_FIELDS: Mapping[str, object] = {}
 
 # Endpoints whose stream carries usage only when `stream_options.include_usage` asks for it.
 _USAGE_ON_DEMAND = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS})
-_SALTED = frozenset(
+_MODEL_OPTIONAL = frozenset({Endpoint.TOKENIZE, Endpoint.DETOKENIZE, Endpoint.GENERATE})
+
+_SELDOM = frozenset(
     {
-        Endpoint.CHAT,
-        Endpoint.COMPLETIONS,
-        Endpoint.RESPONSES,
-        Endpoint.EMBEDDINGS,
-        Endpoint.MESSAGES,
-        Endpoint.GENERATE,
+        "cache_salt",
+        "extra_key",
+        "lora_path",
+        "n",
+        "priority",
+        "sampling_params",
+        "session_id",
+        "stream_options",
     }
 )
-"""Endpoints whose prompt enters the prefix cache. Engines ignore fields they do not know; a `cache_salt` on
-`/v1/messages` is one of these up to vLLM 0.33."""
-_MODEL_OPTIONAL = frozenset({Endpoint.TOKENIZE, Endpoint.DETOKENIZE, Endpoint.GENERATE})
+"""Fields of any endpoint that most bodies lack: one look tells, instead of one for each."""
+_SELDOM_IN_CHATS = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+        "echo",
+        "prompt_logprobs",
+        "reasoning_effort",
+        "tool_choice",
+        "tools",
+        "truncate_prompt_tokens",
+    }
+)
+"""The same of a chat's prompt."""
 
 _MAX_SESSION_CHARS = 1024
 """Longer values of the affinity field are no session names; such a request simply has no session."""
@@ -68,8 +86,6 @@ _SLICE_BYTES = 1 << 20
 _MOST = ((b",", 4_000_000, "commas"), (b"{", 250_000, "objects"), (b"[", 250_000, "lists"), (b'":', 500_000, "keys"))
 """A value costs the decoder 40 ns, an object or list 200, a key 350: together below half a second, where all of it
 stands in one field that is read (`gateway.api.pieces`)."""
-
-_ASK = b',"stream_options":{"include_usage":true}'
 
 
 def parse_request(
@@ -103,23 +119,30 @@ def parse_request(
         model = ""
     stream = _flag(fields, "stream", False)
     options: Mapping[str, object] | None = None
-    usage_asked = True
-    if endpoint in _USAGE_ON_DEMAND:
-        options = _stream_options(fields)
-        usage_asked = options is not None and options.get("include_usage") is True
-    body_priority = _whole(fields, "priority", None)
+    body_priority = choices = salt = None
+    extra_key: object = None
+    adapters: tuple[str, ...] = ()
+    engine_session = False
+    sampling = _NO_FIELDS if endpoint is Endpoint.GENERATE else fields
+    if not _SELDOM.isdisjoint(fields):
+        if endpoint in _USAGE_ON_DEMAND:
+            options = _stream_options(fields)
+        body_priority = _whole(fields, "priority", None)
+        if endpoint is Endpoint.GENERATE:
+            sampling = _sampling(fields)
+        choices = _whole(sampling, "n", 1)
+        salt = _text(fields, "cache_salt")
+        extra_key = _extra_key(fields)
+        adapters = _adapters(fields.get("lora_path"))
+        engine_session = fields.get("session_id") is not None
     if body_priority is not None:
         priority = body_priority
     lowered = least_priority is not None and priority < least_priority
     if session is None and affinity_field is not None:
         session = _session(fields.get(affinity_field))
-    sampling = _sampling(fields) if endpoint is Endpoint.GENERATE else fields
-    choices = _whole(sampling, "n", 1)
-    salt = _text(fields, "cache_salt")
-    extra_key = _extra_key(fields)
-    if salted and tenant is not None and endpoint in _SALTED:
+    if salted and tenant is not None and endpoint in SALTED:
         native = endpoint is Endpoint.GENERATE
-        salt = _tenant_salt(tenant, salt, extra_key if native else None)
+        salt = tenant_salt(tenant, salt, extra_key if native else None)
         if native:
             extra_key = None  # `ask_for_salt` writes the salt in its place
     return InferenceRequest(
@@ -128,7 +151,7 @@ def parse_request(
         model=model,
         prompt=_prompt(endpoint, fields, body),
         stream=stream,
-        usage_asked=usage_asked,
+        usage_asked=endpoint not in _USAGE_ON_DEMAND or (options is not None and options.get("include_usage") is True),
         session=session,
         tenant=tenant,
         cache_salt=salt,
@@ -139,80 +162,10 @@ def parse_request(
         stream_options=options,
         body_bytes=len(body),
         labels=labels,
-        adapters=_adapters(fields.get("lora_path")),
-        engine_session=fields.get("session_id") is not None,
+        adapters=adapters,
+        engine_session=engine_session,
         extra_key=None if extra_key is None else _one_extra_key(endpoint, extra_key),
     )
-
-
-def ask_for_usage(body: bytes, request: InferenceRequest) -> bytes:
-    """The body with `stream_options.include_usage` true, all other bytes as they were.
-
-    A second `stream_options` is written before the last brace: engines take the last of two equal keys. It keeps the
-    client's other members of the object. The body itself is returned when the request is no stream, has asked
-    already, or gets its usage anyway. `body` must be the one `request` was parsed from.
-    """
-    if request.usage_asked or not request.stream:
-        return body
-    end = body.rindex(b"}")
-    if not request.stream_options:
-        return b"".join((body[:end], _ASK, body[end:]))
-    options = {**request.stream_options, "include_usage": True}
-    return b"".join((body[:end], b',"stream_options":', json.dumps(options).encode(), body[end:]))
-
-
-def ask_for_model(body: bytes, model: str) -> bytes:
-    """The body with another model's name, all other bytes as they were; `body` names one. Of two equal keys the engines
-    take the last, which is this one."""
-    end = body.rindex(b"}")
-    return b"".join((body[:end], b',"model":', json.dumps(model).encode(), body[end:]))
-
-
-def ask_for_session(body: bytes, name: str) -> bytes:
-    """The body with a session for SGLang, all other bytes as they were; `body` names none, and is not empty."""
-    end = body.rindex(b"}")
-    return b'%b,"session_id":"%b"%b' % (body[:end], name.encode(), body[end:])
-
-
-def ask_for_rank(body: bytes, rank: int) -> bytes:
-    """The body of SGLang's native `/generate` with its data-parallel rank, all other bytes as they were. That path
-    takes no header for it; of two equal keys the engine takes the last, which is this one."""
-    end = body.rindex(b"}")
-    comma = b"," if body[:end].strip() != b"{" else b""
-    return b'%b%b"routed_dp_rank":%d%b' % (body[:end], comma, rank, body[end:])
-
-
-def ask_for_usual_priority(body: bytes, request: InferenceRequest) -> bytes:
-    """The body with priority 0 where it asks for a better one than its key allows, all other bytes as they were: the
-    engine's own queue must not be passed by it either. Of two equal keys the engines take the last, which is this
-    one; any other number than 0 is refused by engines that do not schedule by priority."""
-    if not request.priority_taken:
-        return body
-    end = body.rindex(b"}")
-    return b'%b,"priority":0%b' % (body[:end], body[end:])
-
-
-def ask_for_salt(body: bytes, request: InferenceRequest) -> bytes:
-    """The body with the request's cache salt, which `parse_request` made of its tenant's and the client's own; all
-    other bytes as they were. Of two equal keys the engines take the last, which is this one.
-
-    SGLang's own `/generate` took only `extra_key` before it took `cache_salt`, so both are written there.
-    """
-    if request.endpoint not in _SALTED or request.cache_salt is None:
-        return body
-    salt = request.cache_salt.encode()
-    end = body.rindex(b"}")
-    # Only the native paths know a body without any field.
-    comma = b"," if request.model or body[:end].strip() != b"{" else b""
-    also = b',"extra_key":"%b"' % salt if request.endpoint is Endpoint.GENERATE else b""
-    return b'%b%b"cache_salt":"%b"%b%b' % (body[:end], comma, salt, also, body[end:])
-
-
-def _tenant_salt(tenant: str, *given: object) -> str:
-    """43 characters that no other tenant can bring about, whatever salt it gives (letters, digits, dash, underscore:
-    vLLM refuses some others). The client's own salts still separate its requests from each other."""
-    text = json.dumps([tenant, *given])
-    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
 
 
 # --------------------------------------------------------------------------- JSON
@@ -402,6 +355,8 @@ def _chat(fields: Fields, *, generation_prompt: bool) -> Prompt:
     for message in messages:
         if type(message) is not dict:
             raise BadRequest("'messages' must be a non-empty list of objects", param="messages")
+    if _SELDOM_IN_CHATS.isdisjoint(fields):
+        return ChatPrompt(messages, template_kwargs=_NO_FIELDS, add_generation_prompt=generation_prompt)
     get = fields.get
     tools, documents, kwargs = get("tools"), get("documents"), get("chat_template_kwargs")
     effort, template = get("reasoning_effort"), get("chat_template")

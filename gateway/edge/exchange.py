@@ -13,8 +13,8 @@ It is also a cycle in uvicorn's sense (`keep_alive`, `response_complete`), so th
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 from gateway.api import ask_for_model, ask_for_salt, ask_for_usage, ask_for_usual_priority, parse_request
@@ -95,14 +95,15 @@ class Exchange:
         endpoint: Endpoint,
         target: bytes,
         headers: Headers,
+        fields: Mapping[bytes, bytes],
         *,
         http_1_0: bool,
         keep_alive: bool,
     ) -> None:
-        """`target` is path and query; `headers` have lower-case names."""
+        """`target` is path and query; `headers` have lower-case names, `fields` are the same by name, the last of each
+        counts."""
         self.keep_alive = keep_alive
         self.response_complete = False
-        fields = dict(headers)
         self.declared_bytes = int(fields.get(b"content-length", b"0"))
         self._asked_s = fields.get(TIMEOUT_HEADER)
         self._edge = edge
@@ -180,27 +181,30 @@ class Exchange:
 
     async def _understand(self, body: bytes) -> InferenceRequest:
         edge, notes = self._edge, self._notes
-        access = self._visit.tenant.access if self._visit is not None else None
-        parse = functools.partial(
-            parse_request,
-            self._endpoint,
-            body,
-            request_id=notes.request_name,
-            session=self._session,
-            affinity_field=self._settings.session_field,
-            tenant=notes.tenant,
-            salted=self._settings.tenant_salt,
-            labels=access.labels if access is not None else None,
-            least_priority=access.least_priority if access is not None else None,
-        )
         if len(body) <= self._settings.limits.inline_parse_bytes:
-            request = parse()
+            request = self._parsed(body)
         else:
-            request = await self._loop.run_in_executor(edge.executor, parse)
+            request = await self._loop.run_in_executor(edge.executor, self._parsed, body)
         notes.asked = request.model
         request = edge.router.routed(request)
         notes.parsed(request, edge.clock())
         return request
+
+    def _parsed(self, body: bytes) -> InferenceRequest:
+        """Touches nothing but the body: it may run in a thread."""
+        settings, notes = self._settings, self._notes
+        access = self._visit.tenant.access if self._visit is not None else None
+        return parse_request(
+            self._endpoint,
+            body,
+            request_id=notes.request_name,
+            session=self._session,
+            affinity_field=settings.session_field,
+            tenant=notes.tenant,
+            salted=settings.tenant_salt,
+            labels=access.labels if access is not None else None,
+            least_priority=access.least_priority if access is not None else None,
+        )
 
     async def _locate(self, request: InferenceRequest, body: bytes) -> PrefixBlocks:
         edge = self._edge

@@ -8,10 +8,6 @@ Rules:
    connections. What breaks one is answered once, in turn, and the connection ends; a refused upload is read on for
    `linger_s`, so that the answer is not lost in a reset.
 4. A connection that is lost ends its exchanges in the same call.
-
-What two readers could take for different requests is refused: by the parser (llhttp in strict mode) both
-`content-length` and `transfer-encoding`, two lengths, folded lines, bare line feeds and control characters; here a host
-that is missing or given twice, and HTTP/1.0 with chunks.
 """
 
 from __future__ import annotations
@@ -33,14 +29,14 @@ from uvicorn.server import ServerState
 
 from gateway.edge.exchange import Exchange
 from gateway.edge.gate import Edge
-from gateway.edge.responses import HeaderTooLarge, InternalError, Overloaded, UnsupportedCoding, error_response
+from gateway.edge.heads import check_head, endpoint_of, expects_continue
+from gateway.edge.responses import HeaderTooLarge, InternalError, Overloaded, error_response
 from gateway.errors import BadRequest, GatewayError, PayloadTooLarge, RequestTimeout
 from gateway.records import Endpoint
 from gateway.upstream.deadlines import NEVER
 
 _log = logging.getLogger("kvgate.edge")
 
-_ENDPOINTS = {endpoint.value.encode(): endpoint for endpoint in Endpoint}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: on, 0 seconds."""
@@ -227,12 +223,14 @@ class ClientProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self.url = b""
         self.headers = []
-        self.expect_100_continue = False
         self._mid_message = True
         self._head_bytes = 0
         self._limits = self._edge.settings.limits
         if self._phase is not _Phase.CLOSING:
             self._phase = _Phase.HEAD
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._phase is _Phase.CLOSING:
@@ -246,15 +244,11 @@ class ClientProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._upgrading = True
             return
-        endpoint = _ENDPOINTS.get(self.url)
-        target = self.url
-        if endpoint is None:
-            endpoint, self.url = _endpoint_of(self.url)
-            target = self.url
+        endpoint, self.url = endpoint_of(self.url)
         if endpoint is None or self.parser.get_method() != b"POST":
             self._begin_asgi()
         else:
-            self._begin_exchange(endpoint, target)
+            self._begin_exchange(endpoint, self.url)
 
     def on_body(self, body: bytes) -> None:
         self._moved = True
@@ -285,10 +279,10 @@ class ClientProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _begin_asgi(self) -> None:
-        url, headers, expect = self.url, self.headers, self.expect_100_continue
+        url, headers = self.url, self.headers
         self._last_is_exchange = False
         super().on_message_begin()
-        self.url, self.expect_100_continue = url, expect
+        self.url, self.expect_100_continue = url, expects_continue(headers)
         self.headers.extend(headers)
         super().on_headers_complete()
         if self.pipeline:
@@ -302,19 +296,15 @@ class ClientProtocol(HttpToolsProtocol):
         http_1_0 = version == "1.0"
         # Trailers of a chunked body come through `on_header` too; they must not reach this request's headers.
         headers, self.headers = self.headers, []
-        hosts = 0
-        for name, value in headers:
-            if name == b"host":
-                hosts += 1
-            elif name == b"transfer-encoding":
-                if value.strip().lower() != b"chunked":
-                    raise UnsupportedCoding("the only transfer coding of a request is chunked")
-                if http_1_0:
-                    raise BadRequest("HTTP/1.0 knows no transfer coding", code="invalid_http")
-        if hosts != 1 and (hosts or not http_1_0):
-            raise BadRequest("a request has one host header", code="invalid_http")
-        if version != "1.1" and not http_1_0:
-            raise BadRequest("the protocol is HTTP/1.1 or HTTP/1.0", code="invalid_http")
+        fields = dict(headers)
+        if (
+            http_1_0
+            or version != "1.1"
+            or b"host" not in fields
+            or b"transfer-encoding" in fields
+            or (len(fields) != len(headers))
+        ):
+            check_head(version, headers)
         exchange = Exchange(
             self._edge,
             self,
@@ -322,6 +312,7 @@ class ClientProtocol(HttpToolsProtocol):
             endpoint,
             target,
             headers,
+            fields,
             http_1_0=http_1_0,
             keep_alive=not http_1_0 and self.parser.should_keep_alive(),
         )
@@ -337,10 +328,11 @@ class ClientProtocol(HttpToolsProtocol):
             self._stop_reading(_too_large(self._limits.max_body_bytes))
         elif exchange.declared_bytes + self._edge.buffered_bytes > self._limits.max_buffered_bytes:
             self._stop_reading(self._crowded())
+        expects = b"expect" in fields and expects_continue(headers)
         if waits:
-            self._turns.append(functools.partial(self._begin_turn, exchange, self.expect_100_continue))
+            self._turns.append(functools.partial(self._begin_turn, exchange, expects))
         else:
-            self._begin_turn(exchange, self.expect_100_continue)
+            self._begin_turn(exchange, expects)
 
     def _begin_turn(self, exchange: Exchange, expects: bool) -> None:
         if expects and not exchange.whole:
@@ -461,19 +453,6 @@ def client_protocol(edge: Edge) -> type[HttpToolsProtocol]:
             super().__init__(config, server_state, app_state, _loop, edge=edge)
 
     return EdgeClientProtocol
-
-
-def _endpoint_of(url: bytes) -> tuple[Endpoint | None, bytes]:
-    """The endpoint of a request target with a query or in absolute form, and the target in origin form.
-
-    Raises BadRequest for what only looks like a target to the parser.
-    """
-    try:
-        parsed = httptools.parse_url(url)
-    except httptools.HttpParserInvalidURLError as error:
-        raise BadRequest("the request target is not a valid URL", code="invalid_http") from error
-    path = parsed.path or b"/"
-    return _ENDPOINTS.get(path), path + b"?" + parsed.query if parsed.query else path
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

@@ -41,26 +41,29 @@ class Turns:
 
 
 class Turn:
-    """One request that waits. `take` gets its lease in the same step in which it is reserved, before the task that
-    waits has run again: whoever ends the request meanwhile finds the lease where it looks for it."""
+    """One request that asks for its turn. `take` gets its lease in the same step in which it is reserved, before the
+    task that waits has run again: whoever ends the request meanwhile finds the lease where it looks for it."""
 
     __slots__ = ("_done", "_take")
 
     def __init__(self, take: Callable[[Lease], None]) -> None:
         self._take = take
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done: asyncio.Future[None] | None = None
+        """There once somebody waits; nearly every request has its lease before."""
 
     def placed(self, lease: Lease) -> None:
         """From the admission."""
         self._take(lease)
-        if not self._done.done():
+        if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
     def refused(self, error: GatewayError) -> None:
-        """From the admission."""
-        if not self._done.done():
+        """From the admission, to whoever waits."""
+        if self._done is not None and not self._done.done():
             self._done.set_exception(error)
 
-    async def wait(self) -> None:
-        """Until it has its worker. Raises the error with which it was sent away."""
-        await self._done
+    def wait(self) -> asyncio.Future[None]:
+        """Done when it has its worker; raises the error with which it was sent away. To be asked for once, in the same
+        step in which the admission has given a ticket."""
+        self._done = asyncio.get_running_loop().create_future()
+        return self._done

@@ -88,6 +88,7 @@ class Connection(asyncio.Protocol):
         "_head_bytes",
         "_headers",
         "_keep_alive",
+        "_loop",
         "_on_body",
         "_on_chunk",
         "_on_over",
@@ -112,6 +113,7 @@ class Connection(asyncio.Protocol):
         self.deadline = NEVER
         self._owner = owner
         self._clock = owner.clock
+        self._loop = asyncio.get_running_loop()  # asked for once: each time is a system call
         self._transport: asyncio.Transport | None = None
         self._pieces: list[bytes] = []
         # The parser calls this for each piece of a body: list.append in C, no Python frame.
@@ -169,7 +171,7 @@ class Connection(asyncio.Protocol):
         self._timeouts, self._total_at = timeouts, total_at
         self.deadline = min(now + timeouts.first_byte_s, total_at)
         self._on_over = on_over
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         if len(body) < _JOIN_BELOW_BYTES:
             self._transport.write(head + body)
         else:

@@ -126,7 +126,7 @@ class Upstream:
     def open(self, worker: WorkerSpec) -> UpstreamStream:
         """Begin a stream; does no I/O yet."""
         connections = self._workers.get(worker.name)
-        if connections is None or connections.spec != worker:
+        if connections is None or (connections.spec is not worker and connections.spec != worker):
             connections = self._renew(worker)
         return UpstreamStream(connections, self._counts)
 

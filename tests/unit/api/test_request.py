@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,40 @@ def test_chat() -> None:
         template_kwargs={"a": 1},
         reasoning_effort="low",
     )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "field", "value"),
+    [
+        (Endpoint.CHAT, "cache_salt", "s"),
+        (Endpoint.CHAT, "extra_key", "k"),
+        (Endpoint.CHAT, "lora_path", "sql"),
+        (Endpoint.CHAT, "n", 3),
+        (Endpoint.CHAT, "priority", -1),
+        (Endpoint.GENERATE, "sampling_params", {"max_new_tokens": 5}),
+        (Endpoint.CHAT, "session_id", "x"),
+        (Endpoint.CHAT, "stream_options", {"include_usage": True}),
+        (Endpoint.CHAT, "add_generation_prompt", False),
+        (Endpoint.CHAT, "add_special_tokens", True),
+        (Endpoint.CHAT, "chat_template", "{{ messages }}"),
+        (Endpoint.CHAT, "chat_template_kwargs", {"a": 1}),
+        (Endpoint.CHAT, "continue_final_message", True),
+        (Endpoint.CHAT, "documents", [{"text": "t"}]),
+        (Endpoint.CHAT, "prompt_logprobs", 1),
+        (Endpoint.CHAT, "echo", True),
+        (Endpoint.CHAT, "reasoning_effort", "low"),
+        (Endpoint.CHAT, "tool_choice", "none"),
+        (Endpoint.CHAT, "tools", [{"type": "function"}]),
+        (Endpoint.CHAT, "truncate_prompt_tokens", 100),
+    ],
+)
+def test_a_field_that_most_bodies_lack_is_read_where_it_stands_alone(
+    endpoint: Endpoint, field: str, value: object
+) -> None:
+    body = {"model": "m", "messages": HELLO} if endpoint is Endpoint.CHAT else {"text": "hello"}
+    without, given = parse(body, endpoint), parse({**body, field: value}, endpoint)
+    assert replace(given, body_bytes=0) != replace(without, body_bytes=0)
+    assert parse({**body, field: None}, endpoint) == replace(without, body_bytes=len(json.dumps({**body, field: None})))
 
 
 def test_defaults_and_null_fields_are_the_same() -> None:

@@ -196,6 +196,18 @@ def test_request_lines_wait_to_be_written_together() -> None:
     assert len(lines(stream)) == 2 + MAX_WAITING_LINES
 
 
+def test_a_line_has_the_time_of_the_end_and_not_of_its_writing() -> None:
+    stream, now = io.BytesIO(), iter((WALL_S, WALL_S + 0.25))
+    made = set_up_logging(form="json", level="info", stream=stream, wall=lambda: next(now))
+    made.requests.record(outcome())
+    made.requests.record(outcome(result=Result.WORKER_FAILED))
+    made.requests.flush()
+    assert [(line["time"][-12:], line["level"]) for line in lines(stream)] == [
+        ("00.500+00:00", "info"),
+        ("00.750+00:00", "warning"),
+    ]
+
+
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_lone_surrogates_of_a_client_are_escaped(form: Literal["json", "console"]) -> None:
     """JSON lets a client write them; a line that cannot be encoded must not end the request that is logged."""
