@@ -356,6 +356,13 @@ class LoadSample:
 # --------------------------------------------------------------------------- decision
 
 
+Standing = tuple[float, float, float, float, float, float, float, int, int, int, int, float, float]
+"""What a decision in seconds reads of a worker, in the order of `Worker`'s fields: `slowdown`, `pending_s`, `head_s`,
+`head_since`, `foreign_s`, `foreign_since`, requests there (ours and others'), `inflight_requests`, `kv_tokens`,
+`kv_capacity`, `unindexed_tokens`, `evict_discount`, `idle_since_s`. One tuple, made anew when one of them changes: it
+is read sixty times where it is made once, and a decision that keeps it can be explained later."""
+
+
 class Terms(NamedTuple):
     """One worker's cost for one request, in seconds (`docs/concepts/score.md`); lowest `cost` wins.
 

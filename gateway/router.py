@@ -25,7 +25,7 @@ from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.insight import PrefixInsight
 from gateway.kv import KvIndex, Overlaps
 from gateway.leases import Lease, Ledger, Recent, Watcher, answers
-from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Row
+from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Scores
 from gateway.pool import (
     Excluded,
     Fleet,
@@ -64,7 +64,7 @@ _MOVED = {
 """Why a session's worker was no candidate -> what is said of the session."""
 
 _OWN_S = Terms._fields.index("own_s")
-WAIT_S = Terms._fields.index("wait_s")
+_WAIT_S = Terms._fields.index("wait_s")
 _IDLE_S = Terms._fields.index("idle_s")
 
 
@@ -84,13 +84,13 @@ class RouterSettings:
 @dataclass(slots=True)
 class Choice:
     """A decision that has not been made yet. `wait_s` is how long its worker is busy (0 where the policy does not
-    think in seconds), `new_tokens` what it computes; `rows` are the costs of all `candidates`."""
+    think in seconds), `new_tokens` what it computes; `scores` are those of all `candidates`."""
 
     decision: Decision
     worker: Worker
     pool: Pool
     candidates: Sequence[Worker]
-    rows: Sequence[Row]
+    scores: Scores
     at: int
     new_tokens: int
     own_s: float
@@ -294,7 +294,8 @@ class Router:
         found, excluded = self._scales.best(pool, ask, request, blocks, unplaced, now, tried, adapters)
         if found is None:
             raise self._nobody(pool, request)
-        at, rows, raw, view, workers = found.at, found.rows, found.raw, found.view, found.shard.workers
+        at, raw, view, workers = found.at, found.raw, found.view, found.shard.workers
+        row = found.scores[at]
         worker = workers[at]
         overlaps, bit = found.overlaps, 1 << worker.slot
         slow = overlaps.slow(worker.slot) if overlaps is not None and self._index.slow_slots & bit else _NOTHING_SLOW
@@ -309,7 +310,7 @@ class Router:
             prompt_tokens=blocks.tokens,
             block_size=blocks.block_size,
             mode=blocks.mode,
-            candidates=Candidates(found.shard.names, raw, found.trusts, rows),
+            candidates=Candidates(found.shard.names, raw, found.trusts, found.scores),
             excluded=excluded,
             affinity="none" if session is None else self._affinity(home, found, excluded),
             reason=blocks.reason,
@@ -320,7 +321,7 @@ class Router:
         )
         hit = view.hits[at]
         # Policies that do not price in seconds leave the terms at 0; what others wait for must be known all the same.
-        own_s = rows[at][_OWN_S] or worker.slowdown * pool.rates.prefill_s(blocks.tokens - hit, hit)
+        own_s = row[_OWN_S] or worker.slowdown * pool.rates.prefill_s(blocks.tokens - hit, hit)
         text = blocks.mode is PrefixMode.APPROXIMATE
         if blocks.text is not None and overlaps is not None:
             text = overlaps.tokens(worker.slot) < raw[at]
@@ -329,12 +330,12 @@ class Router:
             worker,
             pool,
             workers,
-            rows,
+            found.scores,
             at,
             blocks.tokens - hit,
             own_s,
-            rows[at][WAIT_S],
-            rows[at][_IDLE_S],
+            row[_WAIT_S],
+            row[_IDLE_S],
             output,
             sum(slow.values()),
             text,

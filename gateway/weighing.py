@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 
 from gateway.kv import KvIndex, Overlaps
-from gateway.policy import Ask, Policy, Row, View, pick
+from gateway.policy import Ask, Policy, Scores, View, pick
 from gateway.pool import Excluded, Pool, Shard, Worker, eligible, order
 from gateway.records import InferenceRequest, PrefixBlocks, Tier, WorkerId
 
@@ -48,7 +48,7 @@ class Weighed:
     shard: Shard
     at: int
     cost: float
-    rows: list[Row]
+    scores: Scores
     raw: list[int]
     trusts: list[float]
     view: View
@@ -149,7 +149,7 @@ class Scales:
         adapters: tuple[str, ...],
     ) -> Weighed:
         """The best of these workers for a request with these adapters."""
-        workers, slots, mask, _ = shard
+        workers, slots, mask, _, places = shard
         overlaps: Overlaps | None = None
         if blocks.chains:
             overlaps = self._index.overlap(blocks, mask)
@@ -166,14 +166,16 @@ class Scales:
                 ask = ask._replace(computing=computing, new_prefix=longest)
         trusts = [worker.trust for worker in workers]
         view = self._view(pool, shard, raw, trusts, overlaps)
+        if ask.home is not None:
+            view = view._replace(home=places.get(ask.home))
         if adapters:
             view = view._replace(absent=[worker.adapters.absent(adapters) for worker in workers])
-        rows = self.policy.score(ask, view, now)
-        at = pick(self.policy, view, rows, session=unplaced, rng=self._rng)
-        return Weighed(shard, at, rows[at][0], rows, raw, trusts, view, overlaps)
+        scores = self.policy.score(ask, view, now)
+        at = pick(self.policy, view, scores, session=unplaced, rng=self._rng)
+        return Weighed(shard, at, scores.costs[at], scores, raw, trusts, view, overlaps)
 
     def _view(self, pool: Pool, shard: Shard, raw: list[int], trusts: list[float], overlaps: Overlaps | None) -> View:
-        workers, slots, mask, _ = shard
+        workers, slots, mask, _, _ = shard
         if trusts.count(1.0) == len(trusts):  # nearly always
             hits = raw.copy()
         else:

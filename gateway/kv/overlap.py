@@ -106,7 +106,7 @@ def with_promises(keys: Sequence[BlockKey], runs: list[Run], slots: int, gpu: Ma
                     continue
                 mask ^= bit
                 # Mostly it reaches the end of this very prompt, and there may be one for every worker.
-                if length + len(stretch.keys) == total and stretch.keys[-1] == keys[-1]:
+                if stretch.end == total and stretch.last == keys[-1]:
                     end = total
                 else:
                     end = run_on(keys, stretch.goes_with(keys, length), bit, gpu, heads)

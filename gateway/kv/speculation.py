@@ -31,38 +31,55 @@ _KEY_BYTES: Final = 40  # a Python int and its place in a list
 
 
 class Stretch:
-    """What one worker (`bit`) is promised of one chain: its blocks from number `start` on, and how many speculations
-    stand on them. `rest` is what was split off behind: who stood on the whole stands on both."""
+    """What one worker (`bit`) is promised of one chain: its blocks from number `start` to `end`, and how many
+    speculations stand on them. `rest` is what was split off behind: who stood on the whole stands on both.
 
-    __slots__ = ("bit", "keys", "refs", "rest", "start")
+    `chain` are the keys of the chain from block `base` on: the request's own list, or where most of that is not
+    promised a copy of the part that is. It is never changed, so that a split copies nothing, and the garbage
+    collector, which looks at every entry of a list, has no list more.
+    """
 
-    def __init__(self, bit: int, keys: list[BlockKey], start: int, refs: int = 1) -> None:
+    __slots__ = ("base", "bit", "chain", "end", "refs", "rest", "start")
+
+    def __init__(self, bit: int, chain: Sequence[BlockKey], base: int, start: int, end: int, refs: int = 1) -> None:
         self.bit = bit
-        self.keys = keys
+        self.chain = chain
+        self.base = base
         self.start = start
+        self.end = end
         self.refs = refs
         self.rest: Stretch | None = None
 
     @property
-    def end(self) -> int:
-        """Number of the block behind its last."""
-        return self.start + len(self.keys)
+    def first(self) -> BlockKey:
+        """Its first key."""
+        return self.chain[self.start - self.base]
+
+    @property
+    def last(self) -> BlockKey:
+        """Its last key."""
+        return self.chain[self.end - self.base - 1]
+
+    @property
+    def keys(self) -> Sequence[BlockKey]:
+        """All of them."""
+        return self.chain[self.start - self.base : self.end - self.base]
 
     def goes_with(self, keys: Sequence[BlockKey], at: int, *, same: int = 1) -> int:
         """The number of the block where it ends or the chain `keys`, whose block `at` is its first, leaves it. Its
         first `same` keys are known to be the chain's. A key names all before it, so that a few comparisons tell."""
-        mine = self.keys
-        most = min(len(mine), len(keys) - at)
-        if keys[at + most - 1] == mine[most - 1]:
-            return at + most
-        other = most - 1
-        while same < other:
-            middle = (same + other) >> 1
-            if keys[at + middle] == mine[middle]:
-                same = middle + 1
+        chain, shift = self.chain, self.start - self.base - at
+        most = min(at + self.end - self.start, len(keys))
+        if keys[most - 1] == chain[shift + most - 1]:
+            return most
+        low, high = at + same, most - 1
+        while low < high:
+            middle = (low + high) >> 1
+            if keys[middle] == chain[shift + middle]:
+                low = middle + 1
             else:
-                other = middle
-        return at + same
+                high = middle
+        return low
 
 
 Heads = dict[BlockKey, list[Stretch]]
@@ -108,14 +125,13 @@ class Promises:
         if stretch is None:
             stretch = self.covering(keys, end - 1)
             if stretch is not None:
-                self._split(stretch, end - stretch.start)
+                self._split(stretch, end)
         return stretch
 
     def covering(self, keys: Sequence[BlockKey], at: int) -> Stretch | None:
         """The stretch that holds key `at` of a chain, anywhere."""
         for stretch in self._live:
-            place = at - stretch.start
-            if 0 <= place < len(stretch.keys) and stretch.keys[place] == keys[at]:
+            if stretch.start <= at < stretch.end and stretch.chain[at - stretch.base] == keys[at]:
                 return stretch
         return None
 
@@ -123,12 +139,12 @@ class Promises:
         """The stretches on the way of a chain that the worker's run of `run` blocks does not reach, in their order:
         mostly none."""
         total = len(keys)
-        found = [s for s in self._live if run <= s.start < total and keys[s.start] == s.keys[0]]
+        found = [s for s in self._live if run <= s.start < total and keys[s.start] == s.chain[s.start - s.base]]
         return sorted(found, key=lambda stretch: stretch.start) if len(found) > 1 else found
 
     def add(self, stretch: Stretch) -> None:
         """Its keys are promised now."""
-        self.held += len(stretch.keys)
+        self.held += stretch.end - stretch.start
         self._pending[stretch] = None
         self._track(stretch)
 
@@ -142,19 +158,19 @@ class Promises:
             stretch = by_key.get(keys[at])
             if stretch is None:
                 at += 1
-            elif stretch.keys[0] == keys[at]:
+            elif stretch.first == keys[at]:
                 end = stretch.goes_with(keys, at)
                 self._trim(stretch, end - at)
                 at = end
             else:
-                self._split(stretch, stretch.keys.index(keys[at]))
+                self._split(stretch, stretch.start + stretch.keys.index(keys[at]))
 
     def remove(self, stretch: Stretch) -> None:
         """Nobody stands on the stretch any more."""
         if stretch not in self._live:
             return  # all its keys were announced
         self._unlead(stretch)
-        self.held -= len(stretch.keys)
+        self.held -= stretch.end - stretch.start
         if stretch not in self._pending:
             for key in stretch.keys:
                 del self._by_key[key]
@@ -173,17 +189,17 @@ class Promises:
         """Split off what of a stretch on the way of this chain lies beyond it."""
         end = stretch.goes_with(keys, stretch.start)
         if end < stretch.end:
-            self._split(stretch, end - stretch.start)
+            self._split(stretch, end)
 
     def _split(self, stretch: Stretch, at: int) -> None:
-        """Split off what lies behind the first `at` keys, if anything does."""
-        if at == len(stretch.keys):
+        """Split off what lies from block `at` on, if anything does."""
+        if at == stretch.end:
             return
-        rest = Stretch(self.bit, stretch.keys[at:], stretch.start + at, stretch.refs)
+        rest = Stretch(self.bit, stretch.chain, stretch.base, at, stretch.end, stretch.refs)
         rest.rest = stretch.rest
         stretch.rest = rest
-        del stretch.keys[at:]
-        self._ends[stretch.keys[-1]] = stretch
+        stretch.end = at
+        self._ends[stretch.last] = stretch
         if stretch in self._pending:
             self._pending[rest] = None
         else:
@@ -192,29 +208,30 @@ class Promises:
 
     def _track(self, stretch: Stretch) -> None:
         self._live[stretch] = None
-        self._ends[stretch.keys[-1]] = stretch
+        self._ends[stretch.last] = stretch
         self._lead(stretch)
 
     def _lead(self, stretch: Stretch) -> None:
         """Have it found by its first key that is not announced (rule 3)."""
-        masks, bit, keys = self._masks, self.bit, stretch.keys
-        announced = 0
-        while announced < len(keys) and masks.get(keys[announced], 0) & bit:
-            announced += 1
-        if announced:
-            self._shorten(stretch, announced)
-        if not keys:
+        masks, bit, chain = self._masks, self.bit, stretch.chain
+        at, end = stretch.start - stretch.base, stretch.end - stretch.base
+        while at < end and masks.get(chain[at], 0) & bit:
+            at += 1
+        if at + stretch.base > stretch.start:
+            self._shorten(stretch, at + stretch.base - stretch.start)
+        if at == end:
             return
-        here = self._heads.get(keys[0])
+        here = self._heads.get(chain[at])
         if here is None:
-            self._heads[keys[0]] = [stretch]
+            self._heads[chain[at]] = [stretch]
         else:
             here.append(stretch)
 
     def _unlead(self, stretch: Stretch) -> None:
-        here = self._heads[stretch.keys[0]]
+        first = stretch.first
+        here = self._heads[first]
         if len(here) == 1:
-            del self._heads[stretch.keys[0]]
+            del self._heads[first]
         else:
             here.remove(stretch)
 
@@ -222,24 +239,22 @@ class Promises:
         """Its first `count` keys are no promises any more."""
         self._unlead(stretch)
         self._shorten(stretch, count)
-        if stretch.keys:
+        if stretch.start < stretch.end:
             self._lead(stretch)
 
     def _shorten(self, stretch: Stretch, count: int) -> None:
-        keys, by_key = stretch.keys, self._by_key
-        last = keys[-1]
         if stretch not in self._pending:
-            for key in keys[:count]:
+            by_key = self._by_key
+            for key in stretch.keys[:count]:
                 del by_key[key]
-        del keys[:count]
+        if count == stretch.end - stretch.start:
+            self._forget(stretch)
         stretch.start += count
         self.held -= count
-        if not keys:
-            self._forget(stretch, last)
 
-    def _forget(self, stretch: Stretch, last: BlockKey | None = None) -> None:
+    def _forget(self, stretch: Stretch) -> None:
         del self._live[stretch]
-        del self._ends[stretch.keys[-1] if last is None else last]
+        del self._ends[stretch.last]
         self._pending.pop(stretch, None)
 
     def _keys(self) -> dict[BlockKey, Stretch]:
@@ -327,7 +342,7 @@ class SpeculativeBlocks:
         fits = min(end, at + self._limit - promises.held)
         self.truncated += end - max(at, fits)
         if at < fits:
-            stretch = Stretch(promises.bit, list(keys[at:fits]), at)
-            part = (stretch, fits)
+            base = 0 if at < fits - at else at
+            stretch = Stretch(promises.bit, keys if not base else keys[at:fits], base, at, fits)
             promises.add(stretch)
-            parts.append(part)
+            parts.append((stretch, fits))

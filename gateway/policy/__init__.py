@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from gateway.policy.pick import pick
-from gateway.policy.seam import Ask, Candidates, Load, Policy, Row, View
+from gateway.policy.seam import Ask, Candidates, Load, Policy, Row, Scores, View
 from gateway.policy.seconds import OWN_EXTRA_HOLDING, Prices, Seconds, Weights
 from gateway.policy.simple import LEADING_TOKENS, LeastLoad, LMetric, PrefixHash, RoundRobin, TwoChoices, Uniform
 
@@ -21,6 +21,7 @@ __all__ = [
     "Policy",
     "Prices",
     "Row",
+    "Scores",
     "Seconds",
     "View",
     "Weights",

@@ -10,13 +10,14 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from gateway.policy.seam import Policy, Row, View
+from gateway.policy.seam import Policy, Scores, View
 from gateway.records import Terms, WorkerId
+
+_OWN_S = Terms._fields.index("own_s")
 
 _NEARLY = 0.9
 """Overlaps above this share of the longest are alike: they are weighted by trust, which differs a little."""
@@ -28,14 +29,14 @@ def rendezvous(key: bytes, worker: WorkerId) -> int:
     return int(xxh3_64_intdigest(worker.encode("utf-8", "surrogatepass") + b"\x00" + key))
 
 
-def pick(policy: Policy, view: View, rows: Sequence[Row], *, session: str | None, rng: Random) -> int:
+def pick(policy: Policy, view: View, scores: Scores, *, session: str | None, rng: Random) -> int:
     """Position of the winner. `session` is given for a session without a record of its own."""
-    costs = [row[0] for row in rows]
+    costs = scores.costs
     lowest = min(costs)
     best = costs.index(lowest)
     hits = view.hits
     cold = not hits[best]
-    limit = lowest + policy.near(Terms(*rows[best]), cold=cold)
+    limit = lowest + policy.near(scores[best][_OWN_S] if cold else 0.0, cold=cold)
     equals = [position for position, cost in enumerate(costs) if cost <= limit]
     if len(equals) == 1:
         return best

@@ -9,19 +9,42 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, overload
 
-from gateway.records import Candidate, Slot, Terms, WorkerId
+from gateway.records import Candidate, Slot, Standing, Terms, WorkerId
 
 Row = tuple[float, float, float, float, float, float, float, float, float, float, float]
-"""The numbers of `Terms`, in its order, as a plain tuple: made twice as fast, and left alone by the garbage collector.
-A decision has one for every worker."""
+"""The numbers of `Terms`, in its order, as a plain tuple."""
 
 
 def row(cost: float) -> Row:
     """A row of a policy that does not price in seconds."""
     return (cost, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Scores(Sequence[Row]):
+    """The costs of one decision's candidates, and the rows they are the first numbers of, made when somebody looks:
+    a decision needs two of them, and they are most of what it would keep."""
+
+    __slots__ = ("_explain", "costs")
+
+    def __init__(self, costs: list[float], explain: Callable[[int], Row] | None = None) -> None:
+        """`explain` gives the row of a position, at any time as it was now; without it there are only costs."""
+        self.costs = costs
+        self._explain = explain
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
+        if isinstance(at, slice):
+            return [self[position] for position in range(*at.indices(len(self)))]
+        return row(self.costs[at]) if self._explain is None else self._explain(range(len(self))[at])
 
 
 class Ask(NamedTuple):
@@ -58,7 +81,7 @@ class Load(Protocol):
     tokens: `kv_tokens` in use by running and sent requests, `kv_capacity` (0 = unknown), `unindexed_tokens` those that
     will take room and are not in the index yet. `evict_discount` (0..1) is the worth left in the next block to be
     evicted. `picked` numbers the last decision for this worker. `idle_since_s` is what requests of its model had waited
-    when it last had one.
+    when it last had one. `standing` has those that a decision in seconds reads.
     """
 
     @property
@@ -97,12 +120,15 @@ class Load(Protocol):
     def evict_discount(self) -> float: ...
     @property
     def idle_since_s(self) -> float: ...
+    @property
+    def standing(self) -> Standing: ...
 
 
 class View(NamedTuple):
     """The candidates of one decision, position by position: the worker, its overlap in tokens weighted by trust, and
     the tokens its GPU cache holds. `read_s` are seconds to read the slow-tier part of the overlap, None when no
     candidate has any; `absent` is how many of the request's adapters it would have to load, None for requests without.
+    `home` is the position of the session's worker, None when it is no candidate.
     """
 
     workers: Sequence[Load]
@@ -110,6 +136,7 @@ class View(NamedTuple):
     resident: Sequence[int]
     read_s: Sequence[float] | None = None
     absent: Sequence[int] | None = None
+    home: int | None = None
 
 
 class Candidates(Sequence[Candidate]):
@@ -159,10 +186,11 @@ class Policy(Protocol):
         is held back only for want of room, never because its worker is busy for a while."""
         ...
 
-    def score(self, ask: Ask, view: View, now: float) -> list[Row]:
-        """One row for every candidate, in the order of `view`."""
+    def score(self, ask: Ask, view: View, now: float) -> Scores:
+        """The cost of every candidate, in the order of `view`."""
         ...
 
-    def near(self, best: Terms, *, cold: bool) -> float:
-        """How much above the best cost still counts as a tie; `cold` when the best candidate has no overlap."""
+    def near(self, own_s: float, *, cold: bool) -> float:
+        """How much above the best cost still counts as a tie. `cold` when the best candidate has no overlap; `own_s`,
+        its prefill, matters only then."""
         ...

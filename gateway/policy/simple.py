@@ -9,8 +9,7 @@ from __future__ import annotations
 from random import Random
 
 from gateway.policy.pick import rendezvous
-from gateway.policy.seam import Ask, Row, View, row
-from gateway.records import Terms
+from gateway.policy.seam import Ask, Scores, View
 
 _EXACT = 1e-9
 _NOT_DRAWN = 1e6
@@ -28,7 +27,7 @@ class _ExactTies:
     __slots__ = ()
     wait_weight = 0.0
 
-    def near(self, best: Terms, *, cold: bool) -> float:
+    def near(self, own_s: float, *, cold: bool) -> float:
         return _EXACT
 
 
@@ -38,8 +37,8 @@ class LeastLoad(_ExactTies):
     __slots__ = ()
     name = "least_load"
 
-    def score(self, ask: Ask, view: View, now: float) -> list[Row]:
-        return [row((worker.inflight_requests + worker.foreign_requests) / worker.weight) for worker in view.workers]
+    def score(self, ask: Ask, view: View, now: float) -> Scores:
+        return Scores([(w.inflight_requests + w.foreign_requests) / w.weight for w in view.workers])
 
 
 class RoundRobin(_ExactTies):
@@ -48,8 +47,8 @@ class RoundRobin(_ExactTies):
     __slots__ = ()
     name = "round_robin"
 
-    def score(self, ask: Ask, view: View, now: float) -> list[Row]:
-        return [row(float(worker.picked)) for worker in view.workers]
+    def score(self, ask: Ask, view: View, now: float) -> Scores:
+        return Scores([float(worker.picked) for worker in view.workers])
 
 
 class Uniform(_ExactTies):
@@ -61,9 +60,9 @@ class Uniform(_ExactTies):
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def score(self, ask: Ask, view: View, now: float) -> list[Row]:
+    def score(self, ask: Ask, view: View, now: float) -> Scores:
         # The smallest of exponential variables of rate w belongs to i with probability w_i / sum(w).
-        return [row(self._rng.expovariate(worker.weight)) for worker in view.workers]
+        return Scores([self._rng.expovariate(worker.weight) for worker in view.workers])
 
 
 class TwoChoices(_ExactTies):
@@ -75,13 +74,15 @@ class TwoChoices(_ExactTies):
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def score(self, ask: Ask, view: View, now: float) -> list[Row]:
+    def score(self, ask: Ask, view: View, now: float) -> Scores:
         workers = view.workers
         drawn = self._rng.sample(range(len(workers)), min(2, len(workers)))
-        return [
-            row(worker.inflight_requests / worker.weight + (0.0 if position in drawn else _NOT_DRAWN))
-            for position, worker in enumerate(workers)
-        ]
+        return Scores(
+            [
+                worker.inflight_requests / worker.weight + (0.0 if position in drawn else _NOT_DRAWN)
+                for position, worker in enumerate(workers)
+            ]
+        )
 
 
 class PrefixHash(_ExactTies):
@@ -94,10 +95,10 @@ class PrefixHash(_ExactTies):
     __slots__ = ()
     name = "prefix_hash"
 
-    def score(self, ask: Ask, view: View, now: float) -> list[Row]:
+    def score(self, ask: Ask, view: View, now: float) -> Scores:
         workers = view.workers
         if ask.leading is None:
-            return [row(worker.inflight_requests / worker.weight) for worker in workers]
+            return Scores([worker.inflight_requests / worker.weight for worker in workers])
         key = ask.leading.to_bytes(8, "little")
         order = sorted(range(len(workers)), key=lambda position: rendezvous(key, workers[position].id), reverse=True)
         total_weight = sum(worker.weight for worker in workers)
@@ -107,7 +108,7 @@ class PrefixHash(_ExactTies):
             worker = workers[position]
             within = worker.inflight_requests + 1 <= max(1.0, share * worker.weight)
             costs[position] = rank + (0.0 if within else _NOT_DRAWN)
-        return [row(cost) for cost in costs]
+        return Scores(costs)
 
 
 class LMetric(_ExactTies):
@@ -116,8 +117,10 @@ class LMetric(_ExactTies):
     __slots__ = ()
     name = "lmetric"
 
-    def score(self, ask: Ask, view: View, now: float) -> list[Row]:
-        return [
-            row(float(worker.inflight_tokens + ask.tokens - hit) * (worker.inflight_requests + 1) / worker.weight)
-            for worker, hit in zip(view.workers, view.hits, strict=True)
-        ]
+    def score(self, ask: Ask, view: View, now: float) -> Scores:
+        return Scores(
+            [
+                float(worker.inflight_tokens + ask.tokens - hit) * (worker.inflight_requests + 1) / worker.weight
+                for worker, hit in zip(view.workers, view.hits, strict=True)
+            ]
+        )

@@ -11,7 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,22 +35,24 @@ class ShardSettings:
 
 class Shard(NamedTuple):
     """Workers that may get requests now and are looked at together: a shard, or the whole pool. `slots` and `names` are
-    theirs, in their order, `mask` the slots as bits."""
+    theirs, in their order, `mask` the slots as bits, `places` the positions by name."""
 
     workers: tuple[Worker, ...]
     slots: tuple[Slot, ...]
     mask: int
     names: tuple[WorkerId, ...]
+    places: Mapping[WorkerId, int]
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> Shard:
         """Those workers."""
         slots = tuple(worker.slot for worker in workers)
         names = tuple(worker.id for worker in workers)
-        return cls(tuple(workers), slots, sum(1 << slot for slot in slots), names)
+        places = {name: place for place, name in enumerate(names)}
+        return cls(tuple(workers), slots, sum(1 << slot for slot in slots), names, places)
 
 
-NOBODY = Shard((), (), 0, ())
+NOBODY = Shard((), (), 0, (), {})
 
 
 def assign(workers: Sequence[WorkerId], count: int) -> dict[WorkerId, int]:

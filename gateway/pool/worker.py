@@ -35,7 +35,7 @@ from gateway.pool.rates import PoolRates, Slowdown
 from gateway.pool.reservations import NOTHING_SENT, Flow, Period, Reservation, Sent
 from gateway.pool.room import Room
 from gateway.pool.trust import Trust
-from gateway.records import Finding, LoadSample, Slot, TrustState, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import Finding, LoadSample, Slot, Standing, TrustState, WorkerFacts, WorkerId, WorkerSpec
 
 STALE_S = 5.0
 """Age at which a load sample is forgotten, by default: five polls at the default period."""
@@ -91,6 +91,8 @@ class Worker:
     unindexed_tokens: int = 0
     evict_discount: float = 0.0
     idle_since_s: float = 0.0
+    standing: Standing = field(init=False)
+    """Those that a decision in seconds reads, together (`records.Standing`)."""
     trust: float = 1.0
     weight: float = 1.0
 
@@ -124,6 +126,7 @@ class Worker:
         self.idle_since_s = self.rates.waited_s
         self.respec(self.spec)
         self._fit_capacity()
+        self._stand()
 
     @property
     def state(self) -> WorkerState:
@@ -322,7 +325,12 @@ class Worker:
         if period.clean:
             x = (float(period.requests), float(period.new_tokens), period.pairs)
             self.rates.learn_prefill(x, now - period.since, self.speed)
-            self.slowdown = self.speed.value
+            self.relearn()
+
+    def relearn(self) -> None:
+        """Its speed is known better, or from elsewhere."""
+        self.slowdown = self.speed.value
+        self._stand()
 
     # ---------------------------------------------------------------- how far its index is believed
 
@@ -421,6 +429,7 @@ class Worker:
         self.facts = facts
         self.block_size = block_size
         self._fit_capacity()
+        self._stand()
 
     def _refresh(self, now: float) -> None:
         """Brings the derived numbers up to date.
@@ -434,8 +443,26 @@ class Worker:
         else:
             self.kv_tokens = max(0, self._polled_kv + others.kv_tokens - self._others_polled_kv)
         self.unindexed_tokens = self.inflight_tokens + self._open_output + others.tokens + others.output_tokens
-        if not self.kv_capacity:
-            return
-        idle = max(0, self.kv_capacity - self.kv_tokens)
-        flow = self._stored.read(now) + others.stored_rate
-        self.evict_discount = math.exp(-idle / (flow * FORGET_S)) if flow > 0.0 else 0.0
+        if self.kv_capacity:
+            idle = max(0, self.kv_capacity - self.kv_tokens)
+            flow = self._stored.read(now) + others.stored_rate
+            self.evict_discount = math.exp(-idle / (flow * FORGET_S)) if flow > 0.0 else 0.0
+        self._stand()
+
+    def _stand(self) -> None:
+        """To be called when one of these has changed."""
+        self.standing = (
+            self.slowdown,
+            self.pending_s,
+            self.head_s,
+            self.head_since,
+            self.foreign_s,
+            self.foreign_since,
+            self.inflight_requests + self.foreign_requests,
+            self.inflight_requests,
+            self.kv_tokens,
+            self.kv_capacity,
+            self.unindexed_tokens,
+            self.evict_discount,
+            self.idle_since_s,
+        )

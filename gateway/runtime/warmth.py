@@ -126,7 +126,7 @@ class Warmth:
             learned = speeds.workers.pop(worker_key(worker.spec), None) if speeds.workers else None
             if learned is not None and not worker.speed.samples:
                 worker.speed.take_over(learned)
-                worker.slowdown = worker.speed.value
+                worker.relearn()
 
     # ------------------------------------------------------------------ leaving behind
 

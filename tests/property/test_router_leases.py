@@ -154,6 +154,16 @@ class Leases(RuleBasedStateMachine):
                 assert (worker.pending, worker.inflight_tokens, worker.unindexed_tokens) == (0, 0, 0)
 
     @invariant()
+    def what_decisions_read_is_what_is(self) -> None:
+        for worker in self.fleet.workers.values():
+            assert worker.standing == (
+                worker.slowdown, worker.pending_s, worker.head_s, worker.head_since, worker.foreign_s,
+                worker.foreign_since, worker.inflight_requests + worker.foreign_requests, worker.inflight_requests,
+                worker.kv_tokens, worker.kv_capacity, worker.unindexed_tokens, worker.evict_discount,
+                worker.idle_since_s,
+            )  # fmt: skip
+
+    @invariant()
     def pools_know_who_is_ready(self) -> None:
         for pool in self.fleet.pools.values():
             before = pool.ready, pool.spare, pool.panic, pool.not_ready

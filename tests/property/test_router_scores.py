@@ -53,7 +53,7 @@ asks = st.builds(
     waited_s=st.floats(0, 60),
     settled_s=st.floats(0, 60),
 )
-weights = st.builds(Weights, alpha=st.floats(0, 3), beta=st.floats(0, 3), gamma=st.floats(0, 3))
+weights = st.builds(Weights, alpha=st.just(1.0) | st.floats(0, 3), beta=st.floats(0, 3), gamma=st.floats(0, 3))
 worse = st.sampled_from(
     ["pending_s", "foreign_s", "inflight_requests", "kv_tokens", "foreign_requests", "unindexed_tokens"]
 )
@@ -77,10 +77,13 @@ def test_adding_cost_never_makes_a_worker_more_attractive(
     resident = data.draw(st.lists(st.integers(0, CAPACITY), min_size=count, max_size=count))
     policy = Seconds(weight)
 
+    home = data.draw(st.none() | st.integers(0, count - 1))
+
     def run(candidates: list[Stand]) -> tuple[int, list[Terms]]:
-        view = View(candidates, hits, resident)
-        rows = policy.score(ask, view, 1.0)
-        return pick(policy, view, rows, session=None, rng=Random(seed)), [Terms(*row) for row in rows]
+        view = View(candidates, hits, resident, home=home)
+        scores = policy.score(ask, view, 1.0)
+        assert scores.costs == [row[0] for row in scores]  # the number and its parts are worked out apart
+        return pick(policy, view, scores, session=None, rng=Random(seed)), [Terms(*row) for row in scores]
 
     won, terms = run(workers)
     assert all(math.isfinite(value) for term in terms for value in term)
@@ -95,7 +98,7 @@ def test_adding_cost_never_makes_a_worker_more_attractive(
     if won_after == burdened and won != burdened:
         # Only as one of several equals, as it was before.
         limit = min(term.cost for term in terms)
-        near = max(policy.near(term, cold=cold) for term in terms for cold in (True, False))
+        near = max(policy.near(term.own_s, cold=cold) for term in terms for cold in (True, False))
         assert terms[burdened].cost <= limit + near + 1e-9
 
 

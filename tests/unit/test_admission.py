@@ -331,7 +331,7 @@ def test_the_waits_of_the_score_are_those_of_the_line() -> None:
         hall.ask(tokens)
     for now in (0.0, 0.4, 0.5, 0.9, 7.0):
         choice = hall.router.consider(request(stream=True), prompt([1, 2, 3]), now)
-        assert [row[2] for row in choice.rows] == pytest.approx([w.wait_s(now) for w in choice.candidates])
+        assert [row[2] for row in choice.scores] == pytest.approx([w.wait_s(now) for w in choice.candidates])
 
 
 def test_another_policy_is_taken_while_requests_wait() -> None:

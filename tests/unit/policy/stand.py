@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.records import Slot, WorkerId
+from gateway.records import Slot, Standing, WorkerId
 
 _NAME = WorkerId("w")
 _SLOT = Slot(0)
@@ -32,3 +32,13 @@ class Stand:
     unindexed_tokens: int = 0
     evict_discount: float = 0.0
     idle_since_s: float = 0.0
+
+    @property
+    def standing(self) -> Standing:
+        """As `Worker` makes it."""
+        requests = self.inflight_requests + self.foreign_requests
+        return (
+            self.slowdown, self.pending_s, self.head_s, self.head_since, self.foreign_s, self.foreign_since, requests,
+            self.inflight_requests, self.kv_tokens, self.kv_capacity, self.unindexed_tokens, self.evict_discount,
+            self.idle_since_s,
+        )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from gateway.policy import Candidates, Seconds, View, pick
+from gateway.policy import Candidates, Scores, Seconds, View, pick
 from gateway.policy.pick import rendezvous
 from gateway.policy.seam import Row, row
 from gateway.records import Candidate, Terms, WorkerId
@@ -17,8 +17,8 @@ def choose(
     session: str | None = None, seed: int = 0,
 ) -> int:  # fmt: skip
     workers = [Stand(id=WorkerId(f"w{n}"), picked=(picked or [0] * len(costs))[n]) for n in range(len(costs))]
-    rows: list[Row] = [(cost, 0.0, 0.0, own_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for cost in costs]
-    return pick(Seconds(), View(workers, hits, [0] * len(costs)), rows, session=session, rng=Random(seed))
+    scores = Scores(costs, lambda at: (costs[at], 0.0, 0.0, own_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    return pick(Seconds(), View(workers, hits, [0] * len(costs)), scores, session=session, rng=Random(seed))
 
 
 def test_the_lowest_wins_beyond_near() -> None:

@@ -7,16 +7,23 @@ import math
 import pytest
 
 from gateway.policy import Ask, Prices, Seconds, View, Weights
-from gateway.records import Terms, WorkerId
+from gateway.records import Terms
 from tests.unit.policy.stand import Stand
 
 PLAIN = Ask(tokens=1000, output_tokens=0, block_size=16, overhead_s=0.01, token_s=1e-3, pair_s=1e-6)
 
 
 def score(
-    worker: Stand, hit: int = 0, *, resident: int = 0, ask: Ask = PLAIN, now: float = 0.0, **weights: float
+    worker: Stand,
+    hit: int = 0,
+    *,
+    resident: int = 0,
+    ask: Ask = PLAIN,
+    now: float = 0.0,
+    home: int | None = None,
+    **weights: float,
 ) -> Terms:
-    rows = Seconds(Weights(**weights)).score(ask, View([worker], [hit], [resident]), now)
+    rows = Seconds(Weights(**weights)).score(ask, View([worker], [hit], [resident], home=home), now)
     return Terms(*rows[0])
 
 
@@ -67,9 +74,9 @@ def test_without_a_known_capacity_there_is_no_price_for_room() -> None:
 
 
 def test_home_gets_its_credit_and_nobody_else() -> None:
-    ask = PLAIN._replace(home=WorkerId("w"))
-    assert score(Stand(), ask=ask).cost == pytest.approx(score(Stand()).cost - Prices().affinity_s)
-    assert score(Stand(id=WorkerId("x")), ask=ask).affinity_s == 0.0
+    home = score(Stand(), home=0)
+    assert home.cost == pytest.approx(score(Stand()).cost - Prices().affinity_s)
+    assert (home.affinity_s, score(Stand()).affinity_s) == (Prices().affinity_s, 0.0)
 
 
 def test_slow_tier_reads_are_part_of_own() -> None:
@@ -95,10 +102,10 @@ def test_the_three_weights_scale_what_they_say() -> None:
 
 
 def test_near_is_a_millisecond_and_for_cold_requests_a_share_of_the_prefill() -> None:
-    policy, best = Seconds(), Terms(cost=3.0, own_s=2.0)
-    assert policy.near(best, cold=False) == 0.001
-    assert policy.near(best, cold=True) == pytest.approx(0.1)
-    assert policy.near(Terms(cost=0.01, own_s=0.001), cold=True) == 0.001
+    policy = Seconds()
+    assert policy.near(2.0, cold=False) == 0.001
+    assert policy.near(2.0, cold=True) == pytest.approx(0.1)
+    assert policy.near(0.001, cold=True) == 0.001
 
 
 def test_costs_are_finite_at_the_edges() -> None:
