@@ -20,7 +20,8 @@ _SGLANG_EVENTS = '--kv-events-config \'{"publisher": "zmq", ' + _EVENTS
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One row of the table. `message` is a template (`str.format`) for the details of a case; `meaning` says in general
-    what is wrong and what it costs. `sglang_fix` is used for SGLang where its flag is another one."""
+    what is wrong and what it costs. `sglang_fix` is used for SGLang where its flag is another one, `sglang_message`
+    where less is lost there."""
 
     severity: Severity
     code: str
@@ -28,11 +29,14 @@ class Kind:
     message: str
     fix: str
     sglang_fix: str | None = None
+    sglang_message: str | None = None
 
     def found(self, engine: EngineKind = EngineKind.UNKNOWN, **details: object) -> Finding:
         """A case of it. `details` must have every name the message uses; KeyError otherwise."""
-        fix = self.sglang_fix if engine is EngineKind.SGLANG and self.sglang_fix is not None else self.fix
-        return Finding(self.severity, self.code, self.message.format(**details), fix)
+        message, fix = self.message, self.fix
+        if engine is EngineKind.SGLANG:
+            message, fix = self.sglang_message or message, self.sglang_fix or fix
+        return Finding(self.severity, self.code, message.format(**details), fix)
 
 
 # --------------------------------------------------------------------------- the worker itself
@@ -75,10 +79,12 @@ PATH_SILENT = Kind(
 METRICS_OFF = Kind(
     Severity.WARNING,
     "metrics_off",
-    "The worker shows no `/metrics`: its load, cache size and restarts are unknown, so routing sees less.",
+    "The worker shows no `/metrics`: load, cache size and restarts of a vLLM are unknown, of an SGLang (which tells "
+    "load and size elsewhere) its hits and restarts. Routing sees less.",
     "/metrics is not to be had: load, cache size and restarts of the worker are unknown",
     "let /metrics through any proxy in between",
     sglang_fix="start SGLang with --enable-metrics",
+    sglang_message="/metrics is not to be had: the worker's own count of hits and its restarts are unknown",
 )
 PREFIX_CACHING_OFF = Kind(
     Severity.ERROR,

@@ -1,27 +1,35 @@
 """Calls the admission's pump when something has changed, and when time alone changes something.
 
-Several changes in one turn of the loop are one call. No timer runs while nobody waits.
+Several changes in one turn of the loop are one call. No timer runs while nobody waits. A call that fails is logged and
+made again: requests that wait have no other way out.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
+
+import structlog
 
 from gateway.admission import Admission, AdmissionSettings
 from gateway.errors import GatewayError
 from gateway.leases import Lease
 from gateway.router import Router
 
+_AGAIN_S: Final = 1.0
+"""After a failure: rare enough for the log, often enough for those whose time is over."""
+
 
 class Turns:
     """The line of requests at the gateway, on the event loop."""
 
-    __slots__ = ("_clock", "_soon", "_timer", "admission")
+    __slots__ = ("_clock", "_log", "_soon", "_timer", "admission")
 
     def __init__(self, router: Router, clock: Callable[[], float], settings: AdmissionSettings) -> None:
         self.admission = Admission(router, self._wake, settings=settings)
         self._clock = clock
+        self._log = structlog.get_logger("kvgate.queue")
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -35,7 +43,11 @@ class Turns:
             self._timer.cancel()
             self._timer = None
         now = self._clock()
-        again = self.admission.pump(now)
+        try:
+            again = self.admission.pump(now)
+        except Exception:  # noqa: BLE001  whatever it is: it is logged with its traceback, and the others that wait go on
+            self._log.exception("the queue could not be advanced", waiting=self.admission.held, again_in_s=_AGAIN_S)
+            again = now + _AGAIN_S
         if again is not None:
             self._timer = asyncio.get_running_loop().call_later(again - now, self._pump)
 

@@ -84,11 +84,13 @@ def judge(made: Prediction, delivered: int, block_size: int, later: Later) -> Ve
 
 class Forgone(StrEnum):
     """Why a worker with a smaller overlap was taken. LOAD: the one with the most would have cost more, queue and room
-    considered. AFFINITY: the session's credit decided. TRUST: its index is not believed. TIE: both cost the same as far
-    as can be told, or the policy does not look at overlaps."""
+    considered. AFFINITY: the session's credit decided. ADAPTER: it would have had to load the request's adapter.
+    TRUST: its index is not believed. TIE: both cost the same as far as can be told, or the policy does not look at
+    overlaps."""
 
     LOAD = "load"
     AFFINITY = "affinity"
+    ADAPTER = "adapter"
     TRUST = "trust"
     TIE = "tie"
 
@@ -107,6 +109,8 @@ def forgone(decision: Decision) -> Forgone | None:
     cost = chosen.terms.cost
     if chosen.terms.affinity_s and best.terms.cost < cost + chosen.terms.affinity_s:
         return Forgone.AFFINITY
+    if best.terms.cost > cost and best.terms.cost - best.terms.adapter_s < cost - chosen.terms.adapter_s:
+        return Forgone.ADAPTER
     if best.trust < 1.0 and best.terms.cost - best.terms.hit_s * (1.0 / best.trust - 1.0) < cost:
         return Forgone.TRUST
     return Forgone.LOAD if best.terms.cost > cost else Forgone.TIE

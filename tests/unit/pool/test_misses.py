@@ -49,11 +49,19 @@ def test_the_cause_of_a_miss(made: Prediction, delivered: int, later: Later, cau
 CHOSEN, BEST = WorkerId("chosen"), WorkerId("best")
 
 
-def decision(*, cost: float, affinity_s: float = 0.0, best_cost: float, best_trust: float = 1.0) -> Decision:
+def decision(
+    *,
+    cost: float,
+    affinity_s: float = 0.0,
+    adapter_s: float = 0.0,
+    best_cost: float,
+    best_trust: float = 1.0,
+    best_adapter_s: float = 0.0,
+) -> Decision:
     """100 tokens at `chosen`, 600 at `best`, which would save 0.3 s of what is believed."""
     rows = [
-        (cost, 0.05, 0.0, 0.0, 0.0, 0.0, 0.0, affinity_s, 0.0, 0.0, 0.0),
-        (best_cost, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+        (cost, 0.05, 0.0, 0.0, 0.0, 0.0, 0.0, affinity_s, 0.0, 0.0, adapter_s),
+        (best_cost, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, best_adapter_s),
         (9.0, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
     ]
     candidates = Candidates([CHOSEN, BEST, WorkerId("busy")], [100, 600, 600], [1.0, best_trust, 1.0], rows)
@@ -68,6 +76,9 @@ def decision(*, cost: float, affinity_s: float = 0.0, best_cost: float, best_tru
         (decision(cost=1.0, best_cost=1.5, affinity_s=0.02), Forgone.LOAD),
         (decision(cost=1.0, best_cost=1.2, best_trust=0.5), Forgone.TRUST),
         (decision(cost=1.0, best_cost=1.4, best_trust=0.5), Forgone.LOAD),
+        (decision(cost=1.0, best_cost=1.04, best_adapter_s=0.05), Forgone.ADAPTER),
+        (decision(cost=1.0, best_cost=1.06, best_adapter_s=0.05), Forgone.LOAD),
+        (decision(cost=1.0, best_cost=1.04, adapter_s=0.05, best_adapter_s=0.05), Forgone.LOAD),
         (decision(cost=1.0, best_cost=1.0), Forgone.TIE),
     ],
 )

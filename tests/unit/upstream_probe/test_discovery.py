@@ -63,6 +63,17 @@ async def test_old_path_of_sglang_server_info() -> None:
     assert (await probed(answers, spec())).block_size == 16
 
 
+async def test_what_is_unknown_of_an_sglang_without_metrics() -> None:
+    """It tells load and cache size elsewhere."""
+    answers = answers_of("sglang-0.5.23")
+    del answers["/metrics"]
+    facts = await probed(answers, spec())
+    (finding,) = [finding for finding in facts.findings if finding.code == "metrics_off"]
+    assert "load" not in finding.message
+    assert "hits" in finding.message
+    assert facts.kv_blocks is not None
+
+
 async def test_another_openai_server_serves_without_cache_knowledge() -> None:
     answers: Answers = {"/v1/models": (200, '{"data": [{"id": "m"}]}')}
     facts = await probed(answers, spec())
