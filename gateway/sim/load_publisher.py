@@ -52,7 +52,7 @@ def encode_load(stat: LoadStat, release: Release) -> bytes:
 
 
 class LoadPublisher:
-    """Publishes what `look` sees, at `host` and `port`; call `changed` when that may be something else.
+    """Publishes what `look` sees, at `host` and `port` (0: a free one); call `changed` when that may be something else.
 
     Raises zmq.ZMQError when the port is taken.
     """
@@ -83,7 +83,7 @@ class LoadPublisher:
         try:
             self._pub = self._context.socket(zmq.PUB)
             self._pub.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
-            bind(self._pub, self._host, self.port)
+            self.port = bind(self._pub, self._host, self.port)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             self._pub = None

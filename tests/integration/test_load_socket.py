@@ -14,13 +14,15 @@ import httpx
 import msgspec
 import pytest
 import zmq
+import zmq.asyncio
 
 from gateway.pool import Worker
 from gateway.records import LoadEndpoint, LoadSample, LoadSource, WorkerId
 from gateway.sim.faults import Fault, FaultKind
+from gateway.sim.load_publisher import HEARTBEAT_S, LoadPublisher, LoadStat
 from gateway.sim.releases import Dialect
 from gateway.sim.server import EngineSettings
-from gateway.upstream.load_socket import LoadSocket
+from gateway.upstream.load_socket import LoadSocket, parse_load
 from tests.integration.rig import Rig, fast, rig, until, write_yaml
 
 W1, R0, R1 = WorkerId("w1"), WorkerId("w1@0"), WorkerId("w1@1")
@@ -189,6 +191,31 @@ async def test_a_connection_that_zmq_gave_up_is_made_anew() -> None:
         finally:
             following.cancel()
             await asyncio.wait([following])
+
+
+async def test_a_simulated_engine_publishes_changes_at_once_and_rest_once_a_second() -> None:
+    running = 0
+    with zmq.Context() as context, zmq.asyncio.Socket(context, zmq.SUB) as sub:
+        publisher = LoadPublisher(lambda: LoadStat(running, 0, 0, 1, 0), (0, 5, 23), host="127.0.0.1", port=0)
+        sub.subscribe(b"load")
+        sub.connect(f"tcp://127.0.0.1:{publisher.port}")
+
+        async def heard(running: int) -> int:
+            while True:
+                sequence, load = parse_load(await sub.recv_multipart(), 0)
+                if load.running == running:
+                    return sequence
+
+        try:
+            async with asyncio.timeout(60):
+                first = await heard(0)
+                assert await heard(0) == first + 1, "though nothing has changed"
+            async with asyncio.timeout(35 * HEARTBEAT_S):
+                for running in range(1, 41):
+                    publisher.changed()
+                    await heard(running)
+        finally:
+            publisher.close()
 
 
 async def test_a_restarted_engine_is_noticed_by_its_sequence() -> None:
