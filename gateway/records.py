@@ -305,7 +305,7 @@ class WorkerFacts:
     `ranks` are the numbers of the data-parallel ranks behind the URL, `(0,)` without data parallelism; `rank_routing`
     says that a request can name one. `cached_tokens_reported` and `needs_key` are None while nobody knows.
     `keeps_sessions`: it holds on to the prefixes of sessions that requests name. `loads` is empty where load is not
-    published."""
+    published. `gateways`: it is one, itself first, then those behind it."""
 
     engine: EngineKind
     version: str
@@ -324,6 +324,7 @@ class WorkerFacts:
     needs_key: bool | None = None
     keeps_sessions: bool = False
     loads: tuple[LoadEndpoint, ...] = ()
+    gateways: tuple[str, ...] = ()
 
 
 class LoadSource(StrEnum):

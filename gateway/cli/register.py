@@ -12,12 +12,14 @@ from gateway.replicas import Announcer
 from gateway.replicas.store import STORE_ERRORS
 from gateway.settings import WorkerSettings
 from gateway.store_address import StoreAddress
+from gateway.upstream.control import GATEWAYS_HEADER
 
 _HEALTH_TIMEOUT_S = 2.0
 
 
 def run(worker: WorkerSettings, address: StoreAddress, *, prefix: str, heartbeat_s: float) -> int:
-    """Announce until a signal; the exit code: 0, or 1 when the worker could not be taken out of the registry."""
+    """Announce until a signal; the exit code: 0, 1 when the worker could not be taken out of the registry, 2 when it is
+    a gateway."""
     return asyncio.run(_announce(worker, address, prefix=prefix, heartbeat_s=heartbeat_s))
 
 
@@ -26,13 +28,18 @@ async def _announce(worker: WorkerSettings, address: StoreAddress, *, prefix: st
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
+    refused: list[str] = []
     async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT_S, trust_env=False, verify=False) as client:  # a health check
 
         async def alive() -> bool:
             try:
-                return (await client.get(f"{worker.url}/health")).status_code == 200
+                answer = await client.get(f"{worker.url}/health")
             except httpx.HTTPError:
                 return False
+            if GATEWAYS_HEADER in answer.headers:
+                refused.append(f"{worker.url} is a gateway, not an engine: it would get its own requests back")
+                ended.set()
+            return answer.status_code == 200 and not refused
 
         announcer = Announcer(
             address,
@@ -47,6 +54,9 @@ async def _announce(worker: WorkerSettings, address: StoreAddress, *, prefix: st
             beats = group.create_task(announcer.run())
             await ended.wait()
             beats.cancel()
+        if refused:
+            typer.echo(f"kvgate: {refused[0]}; give the engine's address", err=True)
+            return 2
         try:
             await announcer.leave()
         except STORE_ERRORS as error:

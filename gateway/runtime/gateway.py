@@ -20,12 +20,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from random import Random
+from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
 import structlog
 import zmq
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from starlette.types import ASGIApp
 
 from gateway.admin.app import admin_app
 from gateway.admin.state_answers import ConfigAnswer, Readiness
@@ -48,6 +50,7 @@ from gateway.runtime.refresh import Refresh
 from gateway.runtime.reload import Prepared, Reload
 from gateway.runtime.server import PortServer, listen, url_of
 from gateway.runtime.sharing import share
+from gateway.runtime.signed import Signed
 from gateway.runtime.sources import sources_of
 from gateway.runtime.supervisor import Supervisor
 from gateway.runtime.tls import Certificate, server_context, worker_context
@@ -101,6 +104,8 @@ class Gateway:
         self.clock = clock
         rng = rng or Random()
         self._log = structlog.get_logger("kvgate")
+        self._own = token_hex(8)
+        """What this run is called where it might meet itself."""
         self._stack = AsyncExitStack()
         self._started_at: float | None = None
         self._draining = False
@@ -150,7 +155,7 @@ class Gateway:
         admin_socket = stack.enter_context(listen(server.admin_host, server.admin_port))
         executor = stack.enter_context(ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenise"))
         stack.callback(self.upstream.close)
-        control = await stack.enter_async_context(open_control_client(tls=self._worker_tls))
+        control = await stack.enter_async_context(open_control_client(tls=self._worker_tls, own=self._own))
         context: zmq.Context[Any] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, _EVENT_SOCKETS)
         stack.callback(context.destroy, linger=0)
@@ -216,8 +221,9 @@ class Gateway:
         )
         tls = server_context(server.tls, self._certificates, section="server.tls")
         admin_tls = server_context(server.admin_tls, self._certificates, section="server.admin_tls")
-        await self._serve(app, client_socket, http=client_protocol(self.edge), tls=tls)
-        await self._serve(admin_app(self._admin_views()), admin_socket, http="httptools", tls=admin_tls)
+        await self._serve(self._signed(app), client_socket, http=client_protocol(self.edge), tls=tls)
+        admin = self._signed(admin_app(self._admin_views()))
+        await self._serve(admin, admin_socket, http="httptools", tls=admin_tls)
         await self.enrolment.configured(settings.worker_specs())
         self.enrolment.begin(sources_of(settings, clock=self.clock, rng=self._rng), self.supervisor)
         for certificate in self._certificates:
@@ -404,6 +410,9 @@ class Gateway:
             clock=self.clock,
             settings=lambda: parts.admin_settings(self.settings),
         )
+
+    def _signed(self, app: ASGIApp) -> Signed:
+        return Signed(app, lambda: [self._own, *self.membership.gateways()])
 
     async def _serve(self, app: Any, listener: socket.socket, *, http: Any, tls: ssl.SSLContext | None = None) -> None:
         server = PortServer(app, http=http, tls=tls, limits=self.settings.server)

@@ -6,11 +6,15 @@ import ipaddress
 import re
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from gateway.credentials import KeySettings, ServerTls
 from gateway.settings.section import BearerToken, Port, Seconds, Section, why
+
+_ANY = ("0.0.0.0", "::")
+"""Bound, every address of the machine; connected to, the machine itself."""
 
 
 class ServerSettings(Section):
@@ -159,6 +163,19 @@ class TelemetrySettings(Section):
                 "OTEL_EXPORTER_OTLP_HEADERS"
             )
         return value
+
+
+def answers_at(host: str, port: int, url: str) -> bool:
+    """Whether what is bound to `host` and `port` is what `url` leads to, as far as that can be told without asking."""
+    parts = urlsplit(url)
+    there = parts.hostname or ""
+    if (parts.port or (443 if parts.scheme == "https" else 80)) != port:
+        return False
+    if there in _ANY:
+        return host in _ANY or is_loopback(host)
+    if host in _ANY:
+        return is_loopback(there)
+    return there == host or ("localhost" in (there, host) and is_loopback(there) and is_loopback(host))
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ from gateway.settings.discovery import DiscoverySettings
 from gateway.settings.fleet import HealthSettings, LoadSettings, ModelSettings, WorkerSettings
 from gateway.settings.replicas import RedisSettings
 from gateway.settings.requests import AdmissionSettings, IndexSettings, RetrySettings, RoutingSettings, TimeoutSettings
-from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, is_loopback
+from gateway.settings.server import AuthSettings, ServerSettings, TelemetrySettings, answers_at, is_loopback
 
 ENV_PREFIX = "KVGATE_"
 
@@ -68,6 +68,13 @@ class Settings(BaseSettings):
         for url in _repeated(w.url for w in self.workers):
             raise ValueError(f"workers: {url} is given twice")
         server = self.server
+        own = ((server.host, server.port, "port"), (server.admin_host, server.admin_port, "admin_port"))
+        for (host, port, key), worker in itertools.product(own, self.workers):
+            if port and answers_at(host, port, worker.url):
+                raise ValueError(
+                    f"workers: {worker.url} is the gateway itself (server.{key}); give the engine's address, or the "
+                    "gateway another port"
+                )
         if server.port and server.port == server.admin_port:
             raise ValueError(f"server: port and admin_port are both {server.port}; choose another admin_port")
         auth = self.auth

@@ -26,6 +26,15 @@ MAX_ANSWER_BYTES = 8 * 1024 * 1024
 """Largest known answers: `/metrics` of SGLang with 92 KB a scheduler, `/server_info` with 37 KB."""
 
 
+GATEWAYS_HEADER = "x-kvgate-gateways"
+"""In answers of a gateway: its own name for this run, then those of the gateways that its workers are, and theirs. A
+gateway that finds itself there would send requests round in a circle."""
+
+
+MOST_GATEWAYS = 64
+"""Names that are read from that header, and sent in it."""
+
+
 class ProbeFailed(GatewayError):
     """A worker could not be asked. For operators: the message holds the address and what to do about it."""
 
@@ -39,12 +48,27 @@ class ProbeFailed(GatewayError):
         self.away = away
 
 
+class LoopsBack(ProbeFailed):
+    """Requests to this worker would come back to this gateway, directly or over `gateways`."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "worker_is_this_gateway"
+
+    def __init__(self, message: str, gateways: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.param = "url"
+        self.gateways = gateways
+
+
 class Answer(NamedTuple):
-    """Status and whole body of an answer, whatever the status is; `date` is its header of that name."""
+    """Status and whole body of an answer, whatever the status is; `date` is its header of that name, `gateways` those
+    behind the address (`GATEWAYS_HEADER`)."""
 
     status: int
     body: bytes
     date: str | None = None
+    gateways: tuple[str, ...] = ()
 
 
 class ControlClient:
@@ -58,10 +82,12 @@ class ControlClient:
         max_bytes: int = MAX_ANSWER_BYTES,
         tls: ssl.SSLContext | None = None,
         connect: Callable[[str, int], Awaitable[None]] | None = None,
+        own: str | None = None,
     ) -> None:
         """`tls` is for those who keep a connection of their own (`poll_line`); `connect` connects to a host and port
-        and hangs up, None where `http` does not use the network."""
+        and hangs up, None where `http` does not use the network; `own` is the name of the gateway that asks."""
         self.tls = tls
+        self.own = own
         self._connect = connect
         self._http = http
         self._timeout_s = timeout_s
@@ -118,7 +144,8 @@ class ControlClient:
                 asyncio.timeout(limit_s),
                 self._http.stream(method, url, headers=headers, content=body) as response,
             ):
-                return Answer(response.status_code, await self._body(response, url), response.headers.get("date"))
+                body, said = await self._body(response, url), response.headers
+                return Answer(response.status_code, body, said.get("date"), _names(said.get(GATEWAYS_HEADER, "")))
         except TimeoutError as error:
             raise _no_answer(url, limit_s) from error
         except httpx.InvalidURL as error:
@@ -171,6 +198,10 @@ class Turnstile:
             leave()
 
 
+def _names(header: str) -> tuple[str, ...]:
+    return tuple(name for part in header.split(",")[:MOST_GATEWAYS] if (name := part.strip()))
+
+
 async def _connect(host: str, port: int) -> None:
     transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, host, port)
     transport.close()
@@ -188,7 +219,11 @@ def _no_connection(url: str, error: Exception) -> ProbeFailed:
 
 @contextlib.asynccontextmanager
 async def open_control_client(
-    *, timeout_s: float = 5.0, max_bytes: int = MAX_ANSWER_BYTES, tls: ssl.SSLContext | bool = True
+    *,
+    timeout_s: float = 5.0,
+    max_bytes: int = MAX_ANSWER_BYTES,
+    tls: ssl.SSLContext | bool = True,
+    own: str | None = None,
 ) -> AsyncIterator[ControlClient]:
     """The client for the life of the process. Proxies and netrc of the environment are not used: only the
     configuration decides where traffic goes. `tls` is httpx's `verify`."""
@@ -199,4 +234,4 @@ async def open_control_client(
         limits=limits, timeout=None, verify=tls, trust_env=False, follow_redirects=False
     ) as http:
         context = tls if isinstance(tls, ssl.SSLContext) else None
-        yield ControlClient(http, timeout_s=timeout_s, max_bytes=max_bytes, tls=context, connect=_connect)
+        yield ControlClient(http, timeout_s=timeout_s, max_bytes=max_bytes, tls=context, connect=_connect, own=own)

@@ -11,7 +11,8 @@ Rules:
    tells: a busy worker must not lose its block size and its event feeds over a time-out.
 4. Whether answers report cached tokens is known of SGLang (`enable_cache_report`); vLLM does not say it, its answers
    do. Whether a worker wants a key is asked once, without the key.
-5. Nothing of `/server_info` is kept beyond the named fields: it holds the engine's own keys.
+5. A worker that is a gateway is one like any other, unless it leads back to the one that asks.
+6. Nothing of `/server_info` is kept beyond the named fields: it holds the engine's own keys.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gateway import findings as table
 from gateway.kv.events import names_prefixes
 from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, Finding, WorkerFacts, WorkerSpec
-from gateway.upstream.control import Answer, ControlClient, ProbeFailed
+from gateway.upstream.control import Answer, ControlClient, LoopsBack, ProbeFailed
 from gateway.upstream.endpoints import (
     SglangEvents,
     VllmSource,
@@ -83,6 +84,7 @@ class _Answers:
     """Everything the worker said, decoded; None where it does not have the path."""
 
     models: _Models
+    gateways: tuple[str, ...]
     version: _Version | None
     info: _ServerInfo | None
     metrics: bytes
@@ -147,6 +149,7 @@ async def probe(spec: WorkerSpec, client: ControlClient, *, known: WorkerFacts |
         cached_tokens_reported=said.info.enable_cache_report if said.info is not None else None,
         keeps_sessions=_keeps_sessions(said),
         loads=sglang_loads(said.info.kv_events if said.info is not None else None, host),
+        gateways=said.gateways,
         needs_key=said.needs_key if known is None else known.needs_key,
     )
     if known is None or (known.engine, known.version) != (engine, version):
@@ -173,10 +176,11 @@ async def serves_the_same(spec: WorkerSpec, client: ControlClient, known: Worker
     """One question to a worker whose process is known to be the same: whether it serves what it did. All else is said
     once for a process. Raises ProbeFailed when it is not there or not ready."""
     answer = await client.get(f"{spec.url}/v1/models", api_key=spec.api_key)
-    _check_models(spec, answer)
+    _check_models(spec, answer, client)
     said = _decode(answer, _Models, f"{spec.url}/v1/models")
     models, adapters = _models(spec, said)
-    return (models, adapters, _context_length(said)) == (known.models, known.adapters, known.max_model_len)
+    found = models, adapters, _context_length(said), answer.gateways
+    return found == (known.models, known.adapters, known.max_model_len, known.gateways)
 
 
 # --------------------------------------------------------------------------- asking
@@ -187,7 +191,7 @@ async def _ask(spec: WorkerSpec, client: ControlClient, *, first: bool) -> _Answ
     wants_sglang = spec.engine is not EngineKind.VLLM
     findings: list[Finding] = []
     models = await client.get(f"{spec.url}/v1/models", api_key=spec.api_key)
-    _check_models(spec, models)
+    _check_models(spec, models, client)
     try:
         async with asyncio.TaskGroup() as group:
             asking_version = group.create_task(_if(wants_vllm, client, spec, "/version"))
@@ -204,6 +208,7 @@ async def _ask(spec: WorkerSpec, client: ControlClient, *, first: bool) -> _Answ
         findings.append(table.METRICS_OFF.found(EngineKind.UNKNOWN if info is None else EngineKind.SGLANG))
     return _Answers(
         models=_decode(models, _Models, f"{spec.url}/v1/models"),
+        gateways=models.gateways,
         version=_maybe(version, _Version),
         info=info,
         metrics=metrics.body if metrics is not None and metrics.status == 200 else b"",
@@ -263,7 +268,15 @@ def _silent(answer: Answer | None) -> bool:
     return answer is None or answer.status >= 500
 
 
-def _check_models(spec: WorkerSpec, answer: Answer) -> None:
+def _check_models(spec: WorkerSpec, answer: Answer, client: ControlClient) -> None:
+    if client.own in answer.gateways:
+        behind = (
+            "is this gateway itself" if answer.gateways[0] == client.own else "is a gateway that leads back to this"
+        )
+        raise LoopsBack(
+            f"worker {spec.name}: {spec.url} {behind}: requests would go round in a circle; give the engine's address",
+            answer.gateways,
+        )
     match answer.status:
         case 200:
             return

@@ -107,6 +107,8 @@ class Member:
     """What the comparison found."""
     not_compared: str | None = None
     """Why the comparison is still to be made."""
+    gateways: tuple[str, ...] = ()
+    """Those it is and leads to, as it said last, whether it was let in or not."""
     reported: bool | None = None
     """Its answers say how much was cached; None while nobody knows."""
     silent_answers: int = 0

@@ -45,7 +45,7 @@ from gateway.records import (
     WorkerId,
     WorkerSpec,
 )
-from gateway.upstream.control import ControlClient, ProbeFailed, Turnstile
+from gateway.upstream.control import MOST_GATEWAYS, ControlClient, LoopsBack, ProbeFailed, Turnstile
 from gateway.upstream.discovery import probe, serves_the_same
 from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load import LoadPoller
@@ -195,6 +195,12 @@ class Membership:
         worker = self._fleet.workers.get(worker_id)
         return self._members.get(worker.spec.member) if worker is not None else None
 
+    def gateways(self) -> list[str]:
+        """The gateways that requests may come to behind the workers. Those that were not let in count too: of two that
+        name each other both would be let in by turns."""
+        found = {name for member in self._members.values() for name in member.gateways}
+        return sorted(found)[: MOST_GATEWAYS - 1]
+
     def look(self, worker_id: WorkerId) -> None:
         """A request found nobody at this worker's address: probe it now. Unknown names are fine."""
         member = self.member_of(worker_id)
@@ -269,6 +275,11 @@ class Membership:
                     await self._join(member, facts)
                 else:
                     await self._renew(member, facts)
+            except LoopsBack as error:
+                self._failed(member, error.message)
+                member.gateways, member.away = error.gateways, True
+                self._mark_gone(member, "loops_back")
+                pause_s = self.settings.refresh_s
             except ProbeFailed as error:
                 self._failed(member, error.message)
                 if error.away:
@@ -303,6 +314,7 @@ class Membership:
                 return known
             member.short_probes = 0
             member.probed = await probe(member.spec, self._control, known=known)
+            member.gateways = member.probed.gateways
             return member.probed
 
     def _failed(self, member: Member, reason: str) -> None:

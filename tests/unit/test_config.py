@@ -206,6 +206,30 @@ def test_what_is_no_worker_url_is_told(given: str) -> None:
         worker_url(given)
 
 
+@pytest.mark.parametrize(
+    ("host", "url", "own"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000", True),
+        ("0.0.0.0", "localhost:8000", True),
+        ("::", "http://[::1]:8000", True),
+        ("127.0.0.1", "http://localhost:8000", True),
+        ("127.0.0.1", "http://127.0.0.1:8001", True),
+        ("127.0.0.1", "http://0.0.0.0:8000", True),
+        ("10.0.0.1", "http://10.0.0.1:8000", True),
+        ("127.0.0.1", "http://127.0.0.2:8000", False),
+        ("127.0.0.1", "http://127.0.0.1:8002", False),
+        ("10.0.0.1", "http://127.0.0.1:8000", False),
+        ("0.0.0.0", "http://10.0.0.1:8000", False),
+    ],
+)
+def test_the_gateway_is_no_worker_of_itself(host: str, url: str, own: bool) -> None:
+    given = {"server": {"host": host}, "workers": [{"url": url}]}
+    if own:
+        assert "is the gateway itself (server." in problems_of(environ={}, overrides=given)
+    else:
+        load(environ={}, overrides=given)
+
+
 def test_a_host_may_have_a_name_of_other_letters() -> None:
     assert worker_url("http://bücher.example:1") == "http://bücher.example:1"
 
