@@ -54,7 +54,7 @@ class Sharing:
 
     def start(self, supervisor: Supervisor, membership: Membership) -> None:
         """Speak and listen from now on, and begin feeds from what others left."""
-        membership.before_feed = self.warmth.warm
+        membership.feeds.before = self.warmth.warm
         supervisor.start("warm start", lambda: self.warmth.keep(membership))
         supervisor.start("replicas listen", self.exchange.listen)
         supervisor.start("replicas speak", self.exchange.speak)

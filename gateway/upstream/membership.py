@@ -3,8 +3,7 @@
 Rules:
 1. A worker that was asked for is probed until it answers, then joins the fleet, is bound to the index, its event feeds
    and its load poll start. Probing goes on every `refresh_s`: adapters and cache sizes change while a worker runs.
-2. The index keeps a worker's blocks in the block size of its pool's keys. When a newcomer changes that size, the
-   pool's workers are bound anew and their feeds learn them anew.
+2. Whatever changes who serves a pool may change the block size of its keys: the index and the feeds (`feeds`) follow.
 3. A worker at whose address nobody listens is gone: it gets no requests until a probe succeeds. The data path asks for
    such a probe (`look`) when it finds nobody. A worker that was away, or that has a new start time, may have lost its
    cache without a word: its feeds learn it anew.
@@ -20,9 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +33,6 @@ from gateway.kv import KvIndex
 from gateway.pool import Fleet
 from gateway.prefix import PromptHasher
 from gateway.records import (
-    EventSource,
     LoadSample,
     LoadSource,
     Outcome,
@@ -47,15 +44,12 @@ from gateway.records import (
 )
 from gateway.upstream.control import MOST_GATEWAYS, ControlClient, LoopsBack, ProbeFailed, Turnstile
 from gateway.upstream.discovery import probe, serves_the_same
-from gateway.upstream.kv_feed import KvFeed
+from gateway.upstream.feeds import Feeds
 from gateway.upstream.load import LoadPoller
 from gateway.upstream.load_listening import LoadListening
 from gateway.upstream.members import Member, Seat, Tasks, cut
 from gateway.upstream.parity import token_differences
 from gateway.upstream.ranks import rank_facts, rank_specs
-
-_FORGOTTEN_AT_ONCE = 1_000
-"""Blocks forgotten in one turn of the loop, half a millisecond."""
 
 _PROBES_AT_ONCE, _YOUNG_S = 16, 0.1
 """With each answer within a millisecond or so, more would only wait for each other's CPU; engines that take longer make
@@ -93,24 +87,20 @@ class Membership:
         settings: MembershipSettings | None = None,
     ) -> None:
         self._fleet = fleet
-        self._index = index
         self._control = control
         self._tasks = tasks
-        self._context = context
         self._clock = clock
         self._rng = rng
         self._on_joining = on_joining
         self._on_left = on_left
         self.settings = settings or MembershipSettings()
         self._listening = LoadListening(tasks=tasks, context=context, clock=clock)
-        self._turns = asyncio.Lock()
         self._probes = Turnstile(_PROBES_AT_ONCE, young_s=_YOUNG_S)
         self._settings_changed = False
         self._members: dict[WorkerId, Member] = {}
         self._log = structlog.get_logger("kvgate.membership")
         self.members: Mapping[WorkerId, Member] = MappingProxyType(self._members)
-        self.before_feed: Callable[[Member, Seat, KvFeed], Awaitable[None]] | None = None
-        """What may be known of a rank before its feed runs: each waits for it, and it has limits of its own."""
+        self.feeds = Feeds(fleet, index, self.members, tasks=tasks, context=context, clock=clock)
 
     def expect(self, spec: WorkerSpec) -> None:
         """Let a worker join as soon as it answers."""
@@ -177,7 +167,7 @@ class Membership:
         self._mark_gone(member, "leaving")
         await self._tasks.stop(f"worker {name}")
         for seat in member.seats.values():
-            await self._stop_feeds(seat, list(seat.feeds))
+            await self.feeds.stop(seat, list(seat.feeds))
         await self._listening.leave(member)
         if member.poller is not None:
             await self._tasks.stop(f"load {name}")
@@ -188,7 +178,7 @@ class Membership:
         if not seats:
             self._on_left(name)
         self._log.info("worker left", worker=name)
-        await self._fit_block_sizes()
+        await self.feeds.fit_block_sizes()
 
     def member_of(self, worker_id: WorkerId) -> Member | None:
         """The server that a worker is, or is a rank of; None when it is not in the fleet."""
@@ -342,7 +332,7 @@ class Membership:
         restarted = before is not None and before.start_time_unix != facts.start_time_unix
         if back or restarted:
             for seat in member.seats.values():
-                await _in_steps(self._index.forgetting(seat.slot, most=_FORGOTTEN_AT_ONCE))
+                await self.feeds.forget_learned(seat)
             member.restarted(facts.start_time_unix)
         facts = member.with_reports(facts)
         hasher = await self._on_joining(member.spec, facts)  # a tokenizer may have come within reach
@@ -353,7 +343,7 @@ class Membership:
             await self._refresh(member, facts)
         elif self._settings_changed:
             self._settings_changed = False
-            await self._fit_block_sizes()
+            await self.feeds.fit_block_sizes()
         await self._listening.follow(member, on=self.settings.load_sockets)
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
@@ -363,11 +353,11 @@ class Membership:
             raise ProbeFailed(f"worker {spec.name} was removed while it joined")
         self._take_seats(member, facts)
         member.facts = facts
-        await self._fit_block_sizes()
+        await self.feeds.fit_block_sizes()
         if member.leaving:
             raise ProbeFailed(f"worker {spec.name} was removed while it joined")
         for seat in member.seats.values():
-            self._start_feeds(seat, rank_facts(seat.spec, facts).events)
+            self.feeds.start(seat, rank_facts(seat.spec, facts).events)
         if member.poller is not None:  # it had joined before, and lost its seats to a full fleet
             member.poller.workers = member.by_rank()
         else:
@@ -417,7 +407,7 @@ class Membership:
         for seat in seats:
             del member.seats[seat.spec.name]
             self._fleet.remove(seat.spec.name, self._clock())
-            self._index.release(seat.slot)
+            self.feeds.release(seat)
             self._on_left(seat.spec.name)
 
     async def _compare_tokens(self, member: Member) -> None:
@@ -448,16 +438,16 @@ class Membership:
         for seat in gone:
             self._fleet.leaving(seat.spec.name, self._clock(), reason="leaving")
         for seat in gone:
-            await self._stop_feeds(seat, list(seat.feeds))
+            await self.feeds.stop(seat, list(seat.feeds))
         self._give_up(member, gone)
         self._take_seats(member, facts)
         before, member.facts = member.facts, facts
         self._tell(member, facts)
-        await self._fit_block_sizes()
+        await self.feeds.fit_block_sizes()
         for seat in member.seats.values():
             events = rank_facts(seat.spec, facts).events
-            await self._stop_feeds(seat, [source for source in seat.feeds if source not in events])
-            self._start_feeds(seat, [source for source in events if source not in seat.feeds])
+            await self.feeds.stop(seat, [source for source in seat.feeds if source not in events])
+            self.feeds.start(seat, [source for source in events if source not in seat.feeds])
         if member.poller is not None:
             member.poller.workers = member.by_rank()
         changed = [fact.name for fact in fields(facts) if getattr(facts, fact.name) != getattr(before, fact.name, None)]
@@ -487,79 +477,3 @@ class Membership:
     def _is_unused(self, member: Member) -> bool:
         workers = self._fleet.workers
         return not any(workers[name].inflight_requests for name in member.seats)
-
-    # ------------------------------------------------------------------ index and feeds
-
-    async def _fit_block_sizes(self) -> None:
-        """Bind every worker in the block size of its pool's keys (rule 2): newcomers at once, others when what they
-        hold in the old size is gone, in steps; meanwhile they hold nothing, and no feed has its turn."""
-        changed: list[tuple[Member, Seat]] = []
-        for member in self._members.values():
-            for seat in member.seats.values():
-                if not seat.block_size:
-                    self._bind(member, seat)
-                elif self._wrong_size(member, seat):
-                    changed.append((member, seat))
-        for member, seat in changed:
-            async with self._turns:
-                for clear in (self._index.purging, self._index.forgetting):
-                    if self._wrong_size(member, seat):
-                        await _in_steps(clear(seat.slot, most=_FORGOTTEN_AT_ONCE))
-                self._bind(member, seat)
-
-    def _wrong_size(self, member: Member, seat: Seat) -> bool:
-        """Whether a worker is still to be bound; it may have left meanwhile, and its slot may be another's."""
-        return member.seats.get(seat.spec.name) is seat and seat.block_size != self._key_block_size(seat)
-
-    def _key_block_size(self, seat: Seat) -> int:
-        return self._fleet.key_block_size(self._fleet.workers[seat.spec.name])
-
-    def _bind(self, member: Member, seat: Seat) -> None:
-        """Bind one worker, unless that is done or it has left meanwhile."""
-        if self._wrong_size(member, seat):
-            worker = self._fleet.workers[seat.spec.name]
-            seat.block_size = self._key_block_size(seat)
-            self._index.bind(seat.slot, block_size=seat.block_size, engine=worker.facts.engine)
-            for feed in seat.feeds.values():
-                feed.resync()
-
-    def _trust_changed(self, seat: Seat) -> None:
-        """At once: a request that is decided next is judged by what the feeds are then."""
-        worker = self._fleet.workers.get(seat.spec.name)
-        if worker is not None:
-            worker.follow(seat.trust, self._clock())
-
-    def _start_feeds(self, seat: Seat, sources: Iterable[EventSource]) -> None:
-        for source in sources:
-            feed = seat.feeds[source] = KvFeed(
-                seat.spec.name,
-                seat.slot,
-                source,
-                index=self._index,
-                context=self._context,
-                clock=self._clock,
-                turns=self._turns,
-                on_trust=lambda: self._trust_changed(seat),
-            )
-            self._tasks.start(seat.feed_name(source), partial(self._run_feed, seat, feed))
-
-    async def _run_feed(self, seat: Seat, feed: KvFeed) -> None:
-        if self.before_feed is not None:
-            await self.before_feed(self._members[seat.spec.member], seat, feed)
-        await feed.run()
-
-    async def _stop_feeds(self, seat: Seat, sources: Sequence[EventSource]) -> None:
-        for source in sources:
-            await self._tasks.stop(seat.feed_name(source))
-            seat.feeds.pop(source)
-            await _in_steps(self._index.purging(seat.slot, source.rank, most=_FORGOTTEN_AT_ONCE))
-        if sources and not seat.feeds:
-            # From here on it is learned from routing.
-            await _in_steps(self._index.forgetting(seat.slot, most=_FORGOTTEN_AT_ONCE))
-
-
-async def _in_steps(steps: Generator[int, None, None]) -> None:
-    """Let others work between two steps; when cancelled, the rest is done at once."""
-    with contextlib.closing(steps):
-        for _ in steps:
-            await asyncio.sleep(0)
