@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import Struct
+
 from gateway.keys import namespace
 from gateway.records import BlockKey, PrefixBlocks
 
@@ -73,23 +75,23 @@ class _Application:
         self.faded = 0.0
         """Requests, halved with each epoch."""
         self.epoch = 0
-        self.stable: _Cut | None = None
+        self.stable: int | None = None
+        """Name of the cut."""
 
 
-class _Cut:
-    """A beginning of prompts, `blocks` long. `reuse` counts the prompts whose common part ended here."""
+class _Cut(Struct, eq=False, gc=False):
+    """A beginning of prompts, `blocks` long. `reuse` counts the prompts whose common part ended here.
 
-    __slots__ = ("application", "blocks", "children", "epoch", "key", "parent", "reuse", "tokens")
+    There are thousands and a prompt makes a dozen: they are part of no cycle and of no interest to the collector."""
 
-    def __init__(self, key: BlockKey, application: _Application, parent: _Cut | None, blocks: int, tokens: int) -> None:
-        self.key = key
-        self.application = application
-        self.parent = parent
-        self.blocks = blocks
-        self.tokens = tokens
-        self.children = 0
-        self.reuse = 0.0
-        self.epoch = application.epoch
+    key: BlockKey
+    application: _Application
+    parent: _Cut | None
+    blocks: int
+    tokens: int
+    epoch: int
+    children: int = 0
+    reuse: float = 0.0
 
     def now(self) -> float:
         """Reuse, faded."""
@@ -209,7 +211,7 @@ class PrefixInsight:
         for at in range(known, min(count, known + _NEW_CUTS)):
             blocks_long = lengths[at]
             key = keys[blocks_long - 1]
-            cut = _Cut(key, application, last, blocks_long, blocks_long * size)
+            cut = _Cut(key, application, last, blocks_long, blocks_long * size, application.epoch)
             if last is not None:
                 last.children += 1
             last = cuts[key ^ seed] = cut
@@ -225,7 +227,7 @@ class PrefixInsight:
                 requests=one.requests,
                 prompt_tokens=one.prompt_tokens,
                 shared_tokens=one.shared_tokens,
-                stable_tokens=one.stable.tokens if one.stable is not None else None,
+                stable_tokens=self._cuts[one.stable].tokens if one.stable is not None else None,
                 drifted=one.drifted,
                 drift_tokens=one.drift_tokens,
                 positions=tuple(one.positions),
@@ -249,13 +251,14 @@ class PrefixInsight:
         if last.epoch != application.epoch:
             last.reuse, last.epoch = last.now(), application.epoch
         last.reuse += 1.0
-        stable = application.stable
+        stable = None if application.stable is None else self._cuts[application.stable]
         if (
             stable is not last
             and last.reuse >= max(_STABLE_LEAST, _STABLE_SHARE * application.faded)
             and (stable is None or last.reuse * last.tokens > stable.now() * stable.tokens)
         ):
-            stable = application.stable = last
+            stable = last
+            application.stable = last.key ^ totals.seed
         if stable is None or ends or last.blocks >= stable.blocks or not last.leads_to(stable):
             return
         lost = min(total, stable.tokens) - last.tokens
@@ -272,17 +275,17 @@ class PrefixInsight:
         for _ in range(_ROUNDS):
             key, cut = cuts.popitem(last=False)
             if not cut.children and cut.reuse < 1.0:
-                self._left(cut)
+                self._left(key, cut)
                 return
             cut.reuse /= 2.0
             cuts[key] = cut
-        self._left(cuts.popitem(last=False)[1])
+        self._left(*cuts.popitem(last=False))
 
     @staticmethod
-    def _left(cut: _Cut) -> None:
+    def _left(name: int, cut: _Cut) -> None:
         if cut.parent is not None:
             cut.parent.children -= 1
-        if cut.application.stable is cut:
+        if cut.application.stable == name:
             cut.application.stable = None
 
     def _use(self, application: _Application, name: int) -> None:

@@ -7,6 +7,9 @@ Rules:
 3. Times are seconds on the monotonic clock of the composition root unless a name says `unix`.
 4. Token counts are prompt tokens of the request as the engine sees them.
 
+What every request makes anew is a `Struct`: made in a fourth of a frozen dataclass's time, and, since it is part of no
+cycle, of no interest to the garbage collector.
+
 Nothing here does work; there is no logic to test apart from the small derived properties.
 """
 
@@ -16,6 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple, NewType
+
+from msgspec import Struct
+from msgspec import field as fresh
 
 WorkerId = NewType("WorkerId", str)
 """A worker's name: unique in the fleet, kept over restarts, safe to show to clients."""
@@ -396,8 +402,7 @@ class Candidate(NamedTuple):
     terms: Terms
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True, gc=False):
     """Why a request went where it went. `predicted_tokens` is the chosen worker's overlap, `available_tokens`
     the best overlap in the pool; both 0 when the tokens are unknown. `excluded` names workers that were not
     considered, with the reason. `affinity` is `none`, `kept`, `new`, or `moved_` and why (`docs/concepts/pools.md`).
@@ -418,7 +423,7 @@ class Decision:
     affinity: str = "none"
     reason: str | None = None
     decided_at: float = 0.0
-    slow_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    slow_tokens: Mapping[Tier, int] = fresh(default_factory=dict)
     """The part of `predicted_tokens` that lies in slower tiers only, by tier."""
     shard: int | None = None
     home_shard: int | None = None
@@ -478,8 +483,7 @@ class Trace(NamedTuple):
     sampled: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(Struct, frozen=True, gc=False):
     """What the edge saw of a request's end; the lease turns it into the outcome.
 
     `status` is the HTTP status the client got (499 when it was gone before any). `chunks` counts body pieces of
@@ -497,8 +501,7 @@ class Ending:
     trace: Trace | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True, gc=False):
     """The one record of how a request ended: metrics, log line and calibration are made of it.
 
     `worker` is None when no worker was chosen. `missed_tokens` is predicted minus delivered where that is a
@@ -528,10 +531,10 @@ class Outcome:
     inter_token_s: float | None = None
     chunks: int = 0
     retries: int = 0
-    slow_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    slow_tokens: Mapping[Tier, int] = fresh(default_factory=dict)
     affinity: str = "none"
     mode: PrefixMode = PrefixMode.NONE
-    stages: StageTimes = field(default_factory=StageTimes)
+    stages: StageTimes = fresh(default_factory=StageTimes)
     error_code: str | None = None
     tenant: str | None = None
     trace: Trace | None = None

@@ -163,18 +163,25 @@ class Scales:
         if longest and overlaps is not None and blocks.text is None and min(raw) < longest:
             computing = overlaps.computing(longest)
             if computing:
-                ask = ask._replace(computing=computing, new_prefix=longest)
+                ask = ask.beside(computing, longest)
         trusts = [worker.trust for worker in workers]
-        view = self._view(pool, shard, raw, trusts, overlaps)
-        if ask.home is not None:
-            view = view._replace(home=places.get(ask.home))
+        home = None if ask.home is None else places.get(ask.home)
+        view = self._view(pool, shard, raw, trusts, overlaps, home)
         if adapters:
             view = view._replace(absent=[worker.adapters.absent(adapters) for worker in workers])
         scores = self.policy.score(ask, view, now)
         at = pick(self.policy, view, scores, session=unplaced, rng=self._rng)
         return Weighed(shard, at, scores.costs[at], scores, raw, trusts, view, overlaps)
 
-    def _view(self, pool: Pool, shard: Shard, raw: list[int], trusts: list[float], overlaps: Overlaps | None) -> View:
+    def _view(
+        self,
+        pool: Pool,
+        shard: Shard,
+        raw: list[int],
+        trusts: list[float],
+        overlaps: Overlaps | None,
+        home: int | None,
+    ) -> View:
         workers, slots, mask, _, _ = shard
         if trusts.count(1.0) == len(trusts):  # nearly always
             hits = raw.copy()
@@ -189,7 +196,7 @@ class Scales:
                 if slow:
                     read_s = read_s or [0.0] * len(workers)
                     hits[position], read_s[position] = self._slow_hit(pool, worker, hits[position], slow.items())
-        return View(workers, hits, held, read_s)
+        return View(workers, hits, held, read_s, None, home)
 
     def _slow_hit(self, pool: Pool, worker: Worker, hit: int, slow: Iterable[tuple[Tier, int]]) -> tuple[int, float]:
         """Overlap that pays, and the seconds to read its slow part: each tier counts when reading is the faster."""

@@ -96,6 +96,7 @@ def with_promises(keys: Sequence[BlockKey], runs: list[Run], slots: int, gpu: Ma
     started = 0
     for _, mask in runs:
         started |= mask
+    last = keys[-1] if total else None
     found: dict[int, int] = {}
     for length, mask in [(0, slots & ~started), *runs]:
         here = heads.get(keys[length]) if length < total else None
@@ -106,7 +107,7 @@ def with_promises(keys: Sequence[BlockKey], runs: list[Run], slots: int, gpu: Ma
                     continue
                 mask ^= bit
                 # Mostly it reaches the end of this very prompt, and there may be one for every worker.
-                if stretch.end == total and stretch.last == keys[-1]:
+                if stretch.end == total and stretch.chain[total - stretch.base - 1] == last:
                     end = total
                 else:
                     end = run_on(keys, stretch.goes_with(keys, length), bit, gpu, heads)

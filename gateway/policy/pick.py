@@ -40,12 +40,12 @@ def pick(policy: Policy, view: View, scores: Scores, *, session: str | None, rng
     equals = [position for position, cost in enumerate(costs) if cost <= limit]
     if len(equals) == 1:
         return best
-    longest = max(hits[position] for position in equals)
-    if longest:
+    if any(hits) and (longest := max(hits[position] for position in equals)):
         equals = [position for position in equals if hits[position] >= _NEARLY * longest]
         return equals[rng.randrange(len(equals))]
     workers = view.workers
     if session is not None:
         key = session.encode("utf-8", "surrogatepass")
         return max(equals, key=lambda position: rendezvous(key, workers[position].id))
-    return min(equals, key=lambda position: workers[position].picked)
+    picked = [workers[position].picked for position in equals]
+    return equals[picked.index(min(picked))]

@@ -70,6 +70,10 @@ class Ask(NamedTuple):
     waited_s: float = 0.0
     settled_s: float = 0.0
 
+    def beside(self, computing: int, new_prefix: int) -> Ask:
+        """The same while others compute these tokens (`_replace` takes four times as long)."""
+        return Ask(*self[:8], computing, new_prefix, *self[10:])
+
 
 class Load(Protocol):
     """One worker, as a policy sees it: plain numbers, brought up to date when they change.

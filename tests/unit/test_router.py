@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec import structs
 
 from gateway import keys
 from gateway.errors import BadRequest, NoWorker, UnknownModel
@@ -298,8 +299,7 @@ def test_settling_is_once_and_returns_the_same_outcome() -> None:
 def test_a_lease_is_given_back_even_when_its_outcome_cannot_be_made() -> None:
     bench = Bench(1)
     lease = bench.route(words(Random(1), 100), 1.0)
-    broken = completed(2.0)
-    object.__setattr__(broken, "usage", object())  # no usage at all
+    broken = structs.replace(completed(2.0), usage=object())  # no usage at all
     for _ in range(2):
         with pytest.raises(AttributeError):
             lease.settle(broken, started_at=0.9, stages=StageTimes())

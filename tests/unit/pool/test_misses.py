@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gateway.policy import Candidates
 from gateway.pool.misses import Forgone, Later, Prediction, Verdict, forgone, judge, missed
