@@ -112,7 +112,7 @@ class Seconds:
         costs: list[float] = []
         add = costs.append
         for (
-            (slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, inflight, kv_tokens, capacity,
+            (slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, _, kv_tokens, capacity,
              unindexed, evict_discount, idle_since_s), hit, resident
         ) in zip(standings, view.hits, view.resident, strict=True):  # fmt: skip
             new = tokens - hit
@@ -130,7 +130,7 @@ class Seconds:
                 cost += kappa * (kv_tokens + new + output_tokens) / capacity
             if hit < new_prefix:
                 cost += slowdown * repeat_token_s * (new_prefix - hit)
-            if waited_s and not inflight:
+            if waited_s and not requests:
                 unpaid_s = waited_s - (idle_since_s if idle_since_s > settled_s else settled_s)
                 if unpaid_s > 0.0:
                     cost -= prices.idle * unpaid_s / slowdown
@@ -144,7 +144,7 @@ class Seconds:
         tokens, output_tokens, _, overhead_s, token_s, pair_s, _, _, computing, new_prefix, waited_s, settled_s = ask
         weights, prices = self._weights, self._prices
         (
-            slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, inflight, kv_tokens, capacity,
+            slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, _, kv_tokens, capacity,
             unindexed, evict_discount, idle_since_s,
         ) = standings[at]  # fmt: skip
         hit = view.hits[at]
@@ -172,7 +172,7 @@ class Seconds:
         repeat = idle = 0.0
         if hit < new_prefix:
             repeat = slowdown * (prices.repeat * computing * token_s) * (new_prefix - hit)
-        if waited_s and not inflight:
+        if waited_s and not requests:
             idle = prices.idle * max(0.0, waited_s - max(idle_since_s, settled_s)) / slowdown
         adapter = 0.0 if view.absent is None else prices.adapter_s * view.absent[at]
         worth = own + (1.0 - weights.alpha) * saved

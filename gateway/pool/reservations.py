@@ -38,7 +38,7 @@ class Sent(NamedTuple):
     """What was sent to a worker and is not over, by this replica or by others: open requests, prefill seconds queued
     and those of the head, which is computed since `head_since`, uncached prompt tokens queued; KV room taken (tokens),
     what of it belongs to requests behind the head, and what is for answers. `stored_rate`: tokens a second that went
-    into its cache lately."""
+    into its cache lately. `told_at`: of others, when they last said so."""
 
     requests: int = 0
     pending_s: float = 0.0
@@ -49,6 +49,16 @@ class Sent(NamedTuple):
     queued_kv: int = 0
     output_tokens: int = 0
     stored_rate: float = 0.0
+    told_at: float = 0.0
+
+    def left_s(self, now: float) -> float:
+        """Seconds of its queue that are left, by what was told. Estimates run out; that a head is late counts as far as
+        it was told: it may have ended, and the word be on its way."""
+        if not self.pending_s:
+            return 0.0
+        ran, head_s = self.told_at - self.head_since, self.head_s
+        left_s = self.pending_s + (ran - 2 * head_s if ran > head_s else -ran)
+        return max(0.0, left_s - (now - self.told_at))
 
 
 NOTHING_SENT = Sent()

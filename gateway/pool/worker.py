@@ -112,6 +112,9 @@ class Worker:
     _own_head_s: float = 0.0
     _own_since: float = 0.0
     _beyond: float = 0.0
+    _beyond_s: float = 0.0
+    _beyond_at: float = 0.0
+    """When other clients were seen to have so much prefill queued."""
     _others_polled_kv: int = 0
     """KV room of other replicas' requests at the last poll."""
     _pending: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
@@ -188,7 +191,7 @@ class Worker:
         self._own_s += reservation.prefill_s
         if reservation.adapters:
             self.adapters.use(reservation.adapters)
-        self._sum_waits()
+        self._sum_waits(now)
         self._open_kv += reservation.kv_tokens
         self._open_output += reservation.output_tokens
         if self._polled_kv is not None:
@@ -262,34 +265,35 @@ class Worker:
             self._own_s = max(0.0, self._own_s - reservation.prefill_s)
             if led:
                 self._lead(next(iter(pending.values())), now)
-        self._sum_waits()
+        self._sum_waits(now)
 
     def _lead(self, reservation: Reservation, now: float) -> None:
         self._own_head_s = reservation.prefill_s
         self._own_since = now
 
-    def _sum_waits(self) -> None:
+    def _sum_waits(self, now: float) -> None:
         """What is queued here, by anybody. The engine began what it computes now when the last prefill ended that any
-        replica saw; the longest head may be the one."""
-        others = self.others
-        if not others.pending_s:
-            self.pending_s, self.head_s, self.head_since = self._own_s, self._own_head_s, self._own_since
-        elif not self._pending:
-            self.pending_s, self.head_s, self.head_since = others.pending_s, others.head_s, others.head_since
-        else:
-            self.pending_s = self._own_s + others.pending_s
-            self.head_s = max(self._own_head_s, others.head_s)
-            self.head_since = max(self._own_since, others.head_since)
+        replica saw; the longest head may be the one. What others alone have queued runs out as foreign work does."""
+        self.pending_s, self.head_s, self.head_since = self._own_s, self._own_head_s, self._own_since
+        left_s, others = max(0.0, self._beyond_s - (now - self._beyond_at)), self.others
+        if others.pending_s and self._pending:
+            self.pending_s += others.pending_s
+            self.head_s = max(self.head_s, others.head_s)
+            self.head_since = max(self.head_since, others.head_since)
+        elif others.pending_s:
+            left_s += others.left_s(now)
+        self.foreign_s, self.foreign_since = left_s, now
 
     @property
     def _disturbed(self) -> bool:
         """Others' prefills stand in the queue too."""
-        return self.foreign_s > 0.0 or self.others.pending_s > 0.0
+        return self._beyond_s > 0.0 or self.others.pending_s > 0.0
 
     # ---------------------------------------------------------------- other replicas
 
     def sent(self, now: float) -> Sent:
         """What this replica has sent, for the others."""
+        self.settle_due(now)
         queued = self._queued_kv()
         return Sent(
             self.inflight_requests,
@@ -305,11 +309,13 @@ class Worker:
 
     def share(self, others: Sent, now: float) -> None:
         """What the other replicas have sent has changed."""
+        if self.others.pending_s and not others.pending_s:
+            self.idle_since_s = self.rates.waited_s
         self.others = others
         if others.pending_s and self._period is not None:
             self._period.clean = False
         self.foreign_requests = self._beyond + others.requests
-        self._sum_waits()
+        self._sum_waits(now)
         self._refresh(now)
 
     def _queued_kv(self) -> int:
@@ -394,22 +400,23 @@ class Worker:
         self._foreign_seen = beyond
         self.foreign_requests = self._beyond + self.others.requests
         queued = min(self._beyond, sample.waiting)
-        self.foreign_since = now
-        self.foreign_s = 0.0
+        self._beyond_at, self._beyond_s = now, 0.0
         if queued:
             if self._period is not None:
                 self._period.clean = False
             prompt = int(self.rates.prompt_tokens)
             cached = int(prompt * self.hit_rate)
-            self.foreign_s = queued * self.slowdown * self.rates.prefill_s(prompt - cached, cached)
+            self._beyond_s = queued * self.slowdown * self.rates.prefill_s(prompt - cached, cached)
+        self._sum_waits(now)
 
     def tick(self, now: float) -> None:
         """Called about twice a second: old samples are forgotten, estimates that depend on time are renewed."""
         self.settle_due(now)
         if self.loaded_at is not None and now - self.loaded_at > self.stale_s:
             self.load = self.loaded_at = self._polled_kv = None
-            self.foreign_s = self._beyond = self._foreign_seen = 0.0
+            self._beyond = self._beyond_s = self._foreign_seen = 0.0
             self.foreign_requests = float(self.others.requests)
+            self._sum_waits(now)
             self.room.forget()
         self.belief.tick(now)
         self.trust = self.belief.factor

@@ -266,17 +266,19 @@ def _joined(known: list[_Known]) -> Sent:
     if not known:
         return NOTHING_SENT
     waiting = [entry for entry in known if entry.load.pending_s]
+    began, told_at = max(((entry.at - entry.load.head_age_s, entry.at) for entry in waiting), default=(0.0, 0.0))
     loads = [entry.load for entry in known]
     return Sent(
         requests=sum(load.requests for load in loads),
         pending_s=sum(load.pending_s for load in loads),
         head_s=max((entry.load.head_s for entry in waiting), default=0.0),
-        head_since=max((entry.at - entry.load.head_age_s for entry in waiting), default=0.0),
+        head_since=began,
         tokens=sum(load.tokens for load in loads),
         kv_tokens=sum(load.kv_tokens for load in loads),
         queued_kv=sum(load.queued_kv for load in loads),
         output_tokens=sum(load.output_tokens for load in loads),
         stored_rate=sum(load.stored_rate for load in loads),
+        told_at=told_at,
     )
 
 

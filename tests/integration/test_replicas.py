@@ -13,10 +13,14 @@ import pytest
 from gateway.records import WorkerId
 from gateway.sim.faults import Fault, FaultKind
 from tests.integration.redis_server import RedisServer, redis_server
-from tests.integration.rig import fast, until
-from tests.integration.two_gateways import Chats, peers, replicas
+from tests.integration.rig import PATIENCE_S, fast, until
+from tests.integration.two_gateways import Chats, hit, peers, replicas
 
 CHATS = 500
+ENGINES = 8
+CALM = fast(speed=4.0)
+"""One chat a worker at a time, and prefills that take longer than a word between replicas: follow-ups find their blocks
+unless a decision was wrong. With more at once some move, rightly, because their worker is busy."""
 
 
 @pytest.fixture
@@ -69,9 +73,9 @@ async def test_siblings_of_a_new_prefix_follow_it_through_the_other_gateway(redi
 
 async def test_chats_through_alternating_gateways_hit_as_through_one(redis: RedisServer) -> None:
     alone, both = Chats(), Chats()
-    async with replicas(1, store=None, engines=8) as rig:
-        await alone.run(rig, CHATS // 8)
-    async with replicas(2, store=redis.url, engines=8) as rig:
+    async with replicas(1, store=None, engines=ENGINES, engine=CALM) as rig:
+        await alone.run(rig, CHATS // 4)
+    async with replicas(2, store=redis.url, engines=ENGINES, engine=CALM) as rig:
         await both.run(rig, CHATS)
         await until(lambda: rig.leased() == 0)
     assert (alone.errors, both.errors) == ([], [])
@@ -79,10 +83,12 @@ async def test_chats_through_alternating_gateways_hit_as_through_one(redis: Redi
 
 
 async def test_redis_killed_in_the_middle_costs_no_request(redis: RedisServer) -> None:
-    chats = Chats()
-    async with replicas(2, store=redis.url, engines=8) as rig:
-        run = asyncio.ensure_future(chats.run(rig, CHATS // 3))
-        await until(lambda: chats.done > CHATS // 10)
+    alone, chats = Chats(), Chats()
+    async with replicas(1, store=None, engines=ENGINES, engine=CALM) as rig:
+        await alone.run(rig, CHATS // 4)
+    async with replicas(2, store=redis.url, engines=ENGINES, engine=CALM) as rig:
+        run = asyncio.ensure_future(chats.run(rig, CHATS))
+        await until(lambda: chats.done > CHATS // 10, within_s=3 * PATIENCE_S)
         await redis.kill()
         await until(lambda: not any(rig.shared(gateway) for gateway in rig.gateways))
         page = (await rig.clients[0].get(rig.ports[0].admin_url + "/metrics")).text
@@ -91,7 +97,9 @@ async def test_redis_killed_in_the_middle_costs_no_request(redis: RedisServer) -
         assert (told["up"], told["lag_s"]) == (False, None)
         assert told["error"]
         assert "kvgate_replica_lag_seconds{" not in page
-        await until(lambda: chats.done > CHATS // 5)
+        alone_from = len(chats.follow_ups)
+        await until(lambda: chats.done > CHATS // 2, within_s=3 * PATIENCE_S)
+        alone_to = len(chats.follow_ups)
         await redis.start()  # empty
         await rig.together()
         page = (await rig.clients[0].get(rig.ports[0].admin_url + "/metrics")).text
@@ -105,8 +113,12 @@ async def test_redis_killed_in_the_middle_costs_no_request(redis: RedisServer) -
         await until(lambda: rig.leased() == 0)
         await until(lambda: all(w.others.requests == 0 for g in rig.gateways for w in g.fleet.workers.values()))
         assert all(gateway.supervisor.restarts == 0 for gateway in rig.gateways)
-    assert chats.errors == []
-    assert chats.hit > 0.4
+    assert (alone.errors, chats.errors) == ([], [])
+    # Each replica has the engines' events and its own sessions; what the other had queued runs out by itself. So what
+    # is missing is a block that no event has told of yet, and who is busy this moment.
+    assert chats.hit >= 0.95 * alone.hit > 0.5, (chats.hit, alone.hit)
+    away = hit(chats.follow_ups[alone_from:alone_to])
+    assert away >= 0.93 * alone.hit, (away, alone.hit)
 
 
 async def test_a_store_that_stands_still_delays_no_request(redis: RedisServer) -> None:

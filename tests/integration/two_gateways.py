@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -118,53 +119,103 @@ async def replicas(
         yield rig
 
 
+class Front(Protocol):
+    """Where chats go: one client for each gateway that takes traffic now, as a load balancer knows them."""
+
+    @property
+    def clients(self) -> list[httpx.AsyncClient]: ...
+
+
+@dataclass(frozen=True)
+class FollowUp:
+    """A turn after the first: tokens of its prompt, those found in a cache, and those that were sent or answered in
+    the turn before. `through` is the gateway's address."""
+
+    through: str
+    prompt: int
+    cached: int
+    before: int
+
+
 @dataclass
 class Chats:
-    """Four-turn chats, each turn through the next gateway. Figures are of the turns after the first."""
+    """Four-turn chats of streams, each turn through the next gateway. With `again` a turn whose gateway dies under it
+    goes to the next one, as a load balancer or a client does it; those are counted as `moved`."""
 
-    prompt: int = 0
-    cached: int = 0
+    again: bool = False
+    follow_ups: list[FollowUp] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    moved: int = 0
     done: int = 0
 
     @property
     def hit(self) -> float:
-        """Share of the prompts found in a cache."""
-        return self.cached / max(1, self.prompt)
+        """Share of the follow-ups' prompts that was found in a cache."""
+        return hit(self.follow_ups)
 
-    async def run(self, rig: Replicas, chats: int, *, at_once: int = 24, turns: int = 4, words: int = 60) -> None:
+    async def run(
+        self, front: Front, chats: int, *, at_once: int = 8, turns: int = 4, words: int = 60, first: int = 0
+    ) -> None:
+        """Chats number `first` and after; other numbers have other texts."""
         gate = asyncio.Semaphore(at_once)
         turn_of = cycle(range(1 << 30))
+
+        async def ask(number: int, messages: list[dict[str, str]]) -> tuple[str, str, dict[str, Any]]:
+            body = {
+                "model": "demo", "messages": messages, "max_tokens": 8,
+                "stream": True, "stream_options": {"include_usage": True},
+            }  # fmt: skip
+            while True:
+                client = front.clients[next(turn_of) % len(front.clients)]
+                try:
+                    answer = await client.post(
+                        "/v1/chat/completions", json=body, headers={"x-session-id": f"chat-{number}"}
+                    )
+                except httpx.TransportError:
+                    if not self.again or client in front.clients:
+                        raise
+                    self.moved += 1
+                    continue
+                assert answer.status_code == 200, answer.text
+                return str(client.base_url), *_read(answer.text)
 
         async def chat(number: int) -> None:
             async with gate:
                 rng = Random(number)
                 messages = [{"role": "system", "content": f"You are helper number {number % 8}. " + _text(rng, 40)}]
+                before = 0
                 for turn in range(turns):
                     messages.append({"role": "user", "content": _text(rng, words)})
-                    client = rig.clients[next(turn_of) % len(rig.clients)]
-                    body = {"model": "demo", "messages": messages, "max_tokens": 8}
                     try:
-                        answer = await client.post(
-                            "/v1/chat/completions", json=body, headers={"x-session-id": f"chat-{number}"}
-                        )
-                    except httpx.HTTPError as error:
+                        through, text, usage = await ask(number, messages)
+                    except (httpx.HTTPError, AssertionError) as error:
                         self.errors.append(repr(error))
                         return
-                    if answer.status_code != 200:
-                        self.errors.append(answer.text)
-                        return
-                    content = answer.json()
-                    messages.append(content["choices"][0]["message"])
-                    usage = content["usage"]
+                    messages.append({"role": "assistant", "content": text})
                     if turn:
-                        self.prompt += usage["prompt_tokens"]
-                        self.cached += usage["prompt_tokens_details"]["cached_tokens"]
+                        cached = usage["prompt_tokens_details"]["cached_tokens"]
+                        self.follow_ups.append(FollowUp(through, usage["prompt_tokens"], cached, before))
+                    before = usage["prompt_tokens"] + usage["completion_tokens"]
                 self.done += 1
 
         async with asyncio.TaskGroup() as group:
-            for number in range(chats):
+            for number in range(first, first + chats):
                 group.create_task(chat(number))
+
+
+def hit(follow_ups: Sequence[FollowUp]) -> float:
+    """Share of their prompts that was found in a cache."""
+    return sum(turn.cached for turn in follow_ups) / max(1, sum(turn.prompt for turn in follow_ups))
+
+
+def _read(stream: str) -> tuple[str, dict[str, Any]]:
+    """Text and usage of a whole stream."""
+    lines = stream.splitlines()
+    assert "data: [DONE]" in lines, stream[-500:]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    texts = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+    (usage,) = [event["usage"] for event in events if event.get("usage")]
+    return "".join(texts), usage
 
 
 def _text(rng: Random, words: int) -> str:

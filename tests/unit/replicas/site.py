@@ -82,12 +82,16 @@ class Site:
     def worker(self, at: int) -> Worker:
         return self.fleet.workers[WorkerId(f"{self.names}{at}")]
 
-    def send(self, tokens: Sequence[int], now: float, *, session: str | None = None) -> Lease:
-        """Place a request."""
+    def ask(self, tokens: Sequence[int], *, session: str | None = None) -> tuple[InferenceRequest, PrefixBlocks]:
+        """A request and its blocks."""
         request = InferenceRequest(
             Endpoint.COMPLETIONS, f"r{len(self.leases)}", "m", NoPrompt("test"), stream=True, session=session
         )
-        lease = self.router.route(request, blocks_of(tokens), now)
+        return request, blocks_of(tokens)
+
+    def send(self, tokens: Sequence[int], now: float, *, session: str | None = None) -> Lease:
+        """Place a request."""
+        lease = self.router.route(*self.ask(tokens, session=session), now)
         self.leases.append(lease)
         return lease
 

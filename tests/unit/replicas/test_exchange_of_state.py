@@ -116,20 +116,50 @@ def test_a_worker_goes_by_its_address() -> None:
 def test_the_wait_is_over_what_everybody_sent_and_runs_off_once() -> None:
     here, there = Site(1, workers=1), Site(2, workers=1)
     here.send(PROMPT, 10.0)
-    there.send([9, *PROMPT], 10.5)
-    mine, theirs = there.worker(0).sent(10.5).pending_s, here.worker(0).sent(10.5).pending_s
-    there.hear(here.news(10.5), 10.5)
+    there.send([9, *PROMPT], 10.005)
+    mine, theirs = there.worker(0).sent(10.005).pending_s, here.worker(0).sent(10.005).pending_s
+    there.hear(here.news(10.005), 10.005)
     worker = there.worker(0)
-    assert worker.pending_s == pytest.approx(mine + theirs)
-    assert worker.head_since == pytest.approx(10.5)  # the last time a prefill began that anybody knows of
+    assert worker.pending_s == worker.wait_s(10.005) == pytest.approx(mine + theirs)
+    assert worker.head_since == pytest.approx(10.005)  # the last time a prefill began that anybody knows of
     assert worker.head_s == pytest.approx(max(mine, theirs))
     assert (worker.inflight_requests, worker.foreign_requests) == (1, 1)
-    there.leases[0].first_byte(11.0)
-    assert worker.pending_s == pytest.approx(theirs)
-    here.leases[0].first_byte(11.0)
-    there.hear(here.news(11.0), 11.0)
-    assert worker.pending_s == 0.0
+    there.leases[0].first_byte(10.01)
+    assert worker.wait_s(10.01) == pytest.approx(theirs - 0.01)
+    here.leases[0].first_byte(10.02)
+    there.hear(here.news(10.02), 10.02)
+    assert worker.wait_s(10.02) == 0.0
     assert worker.others.requests == 1  # it decodes
+
+
+def test_what_others_have_queued_runs_out_and_is_late_as_far_as_they_said() -> None:
+    """The end of a prefill is told some hundredths of a second later, and not at all once the store is down."""
+    here, there = Site(1, workers=1), Site(2, workers=1)
+    here.send(PROMPT, 10.0)
+    own_s = here.worker(0).sent(10.0).pending_s
+    there.hear(here.news(10.0), 10.0)
+    worker = there.worker(0)
+    waits = [worker.wait_s(10.0 + after_s) for after_s in (0.0, own_s / 2, own_s, 2 * own_s, 1.0)]
+    assert waits == pytest.approx([own_s, own_s / 2, 0.0, 0.0, 0.0])
+    there.hear(here.state(11.0), 11.0)  # it has taken a second so far, so it is expected to take another
+    assert worker.wait_s(11.0) == pytest.approx(here.worker(0).wait_s(11.0)) == pytest.approx(1.0 - own_s)
+    assert worker.wait_s(11.5) == pytest.approx(0.5 - own_s)
+    assert there.send([9, *PROMPT], 13.0).worker is worker
+    assert worker.wait_s(13.0) < 1.0  # nor does it come back with a request of our own
+
+
+def test_a_worker_is_idle_when_nobody_has_anything_there() -> None:
+    here, there = Site(1, workers=1), Site(2, workers=1)
+    lease = here.send(PROMPT, 10.0)
+    there.hear(here.news(10.0), 10.0)
+    worker = there.worker(0)
+    worker.rates.waited_s = 3.0
+    assert there.router.explain(*there.ask([9, *PROMPT]), 10.0).candidates[0].terms.idle_s == 0.0
+    here.end(lease, 10.1)
+    there.hear(here.news(10.1), 10.1)
+    assert worker.idle_since_s == 3.0  # what was waited for before is nothing it could have helped with
+    worker.rates.waited_s = 5.0
+    assert there.router.explain(*there.ask([9, *PROMPT]), 10.2).candidates[0].terms.idle_s == pytest.approx(2.0)
 
 
 def test_two_that_hear_each_other_score_alike() -> None:
