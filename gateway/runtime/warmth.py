@@ -57,7 +57,7 @@ class Warmth:
     """`warm` is called for each feed before it runs; `keep` is run by the supervisor."""
 
     def __init__(self, shelf: Shelf, fleet: Fleet, index: KvIndex, *, snapshot_s: float) -> None:
-        self._shelf = shelf
+        self.shelf = shelf
         self._fleet = fleet
         self._index = index
         self._snapshot_s = snapshot_s
@@ -79,7 +79,7 @@ class Warmth:
             return
         name = rank_name(worker_key(seat.spec), feed.source.rank)
         try:
-            value = await self._shelf.get(name)
+            value = await self.shelf.get(name)
         except STORE_ERRORS as error:
             self._log.info("no warm start", worker=seat.spec.name, reason=f"{type(error).__name__}: {error}")
             self.results["store"] += 1
@@ -135,7 +135,7 @@ class Warmth:
         while True:
             try:
                 if self._speeds is None:
-                    self._speeds = decode_speeds(await self._shelf.get(SPEEDS_NAME)) or Speeds({}, {})
+                    self._speeds = decode_speeds(await self.shelf.get(SPEEDS_NAME)) or Speeds({}, {})
                 else:
                     await self._write(membership)
             except STORE_ERRORS:
@@ -147,8 +147,8 @@ class Warmth:
         self._periods += 1
         if self._periods % REWRITTEN_EVERY == 0:
             self.written.clear()
-        if await self._shelf.claim(SPEEDS_NAME, period_s):
-            await self._shelf.put(SPEEDS_NAME, encode_speeds(self._learned()))
+        if await self.shelf.claim(SPEEDS_NAME, period_s):
+            await self.shelf.put(SPEEDS_NAME, encode_speeds(self._learned()))
         for member in list(membership.members.values()):
             for seat in list(member.seats.values()):
                 for source, feed in list(seat.feeds.items()):
@@ -158,7 +158,7 @@ class Warmth:
         key = worker_key(seat.spec), source.rank
         if source.replay_endpoint is None or feed.point is None or feed.point == self.written.get(key):
             return
-        if not await self._shelf.claim(rank_name(*key), period_s):
+        if not await self.shelf.claim(rank_name(*key), period_s):
             return
         if seat.feeds.get(source) is not feed:
             return  # it has left meanwhile, and its slot may be another worker's
@@ -172,7 +172,7 @@ class Warmth:
         if len(value) > MAX_BYTES:
             self.results["too_large"] += 1  # nobody would read it
         else:
-            await self._shelf.put(rank_name(*key), value)
+            await self.shelf.put(rank_name(*key), value)
             self.results["written"] += 1
         self.written[key] = point
 

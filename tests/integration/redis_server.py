@@ -41,13 +41,21 @@ class RedisServer:
         login = f":{self.password}@" if self.password else ""
         return f"redis://{login}127.0.0.1:{self.port}"
 
-    async def start(self) -> None:
+    async def start(self, *, anywhere: bool = False) -> None:
+        """Returns when it answers. A port that somebody else has taken meanwhile is tried again; with `anywhere`
+        another one is."""
+        async with asyncio.timeout(PATIENCE_S):
+            await self._begin()
+            while not await self._answers():
+                await asyncio.sleep(0.02)
+                if self.process is not None and self.process.returncode is not None:
+                    self.port = free_port() if anywhere else self.port
+                    await self._begin()
+
+    async def _begin(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
             "redis-server", *self._arguments(), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
         )
-        async with asyncio.timeout(PATIENCE_S):
-            while not await self._answers():  # noqa: ASYNC110  another process
-                await asyncio.sleep(0.02)
 
     def _arguments(self) -> list[str]:
         usual = ["--save", "", "--appendonly", "no", "--dir", str(self.directory), "--bind", "127.0.0.1"]
@@ -93,7 +101,7 @@ async def redis_server(
     """One that answers. Not `plain`: `options` say the port."""
     server = RedisServer(port or free_port(), directory, options, password, plain)
     try:
-        await server.start()
+        await server.start(anywhere=plain and port is None)
         yield server
     finally:
         await server.kill()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from gateway.replicas.snapshots import SPEEDS_NAME, decode_speeds
 from gateway.runtime import Gateway, warmth
 from gateway.sim.faults import Fault, FaultKind
 from tests.integration.redis_server import RedisServer, redis_server
-from tests.integration.rig import fast, until
+from tests.integration.rig import PATIENCE_S, fast, until
 from tests.integration.two_gateways import Chats, Replicas, replicas
 
 MORE = {"redis": {"snapshot_s": 1}}
@@ -44,6 +46,19 @@ async def _written(rig: Replicas) -> None:
     await until(done)
 
 
+async def _speeds_written(rig: Replicas) -> None:
+    """Until what the gateway has learned of speeds is in the store."""
+    one = rig.gateways[0]
+    assert one.sharing is not None
+    shelf, rates = one.sharing.warmth.shelf, one.fleet.pools["demo"].rates
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            told = decode_speeds(await shelf.get(SPEEDS_NAME))
+            if told is not None and told.pools == {"demo": rates.learned()}:
+                return
+            await asyncio.sleep(0.05)
+
+
 async def test_a_killed_and_cold_started_replica_is_warm_before_it_is_ready(redis: RedisServer) -> None:
     # Engines that keep two batches: the replay alone would bring nearly nothing.
     async with replicas(1, store=redis.url, engines=2, engine=fast(buffer_steps=2), more=MORE) as rig:
@@ -51,6 +66,7 @@ async def test_a_killed_and_cold_started_replica_is_warm_before_it_is_ready(redi
         await chats.run(rig, 12, turns=2)
         await until(lambda: rig.leased() == 0)
         await _written(rig)
+        await _speeds_written(rig)
         one = rig.gateways[0]
         second = await rig.add()
         assert _results(second)["restored"] == 2
