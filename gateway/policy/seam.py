@@ -79,9 +79,9 @@ class Load(Protocol):
     """One worker, as a policy sees it: plain numbers, brought up to date when they change.
 
     `pending_s` are the estimated prefill seconds of requests sent and not yet prefilled, `head_s` those of the first,
-    which is being computed since `head_since`; what other replicas have sent is in them. `slowdown` multiplies the
-    pool's prefill speeds. `foreign_s` is the queue other clients put there at `foreign_since`, in seconds;
-    `foreign_requests` are all requests that are not this replica's. KV figures are in
+    which is being computed since `head_since`; what other replicas have sent beside it is in them. `slowdown`
+    multiplies the pool's prefill speeds. `foreign_s` is what other clients, and other replicas alone, have queued there
+    at `foreign_since`, in seconds; `foreign_requests` are all requests that are not this replica's. KV figures are in
     tokens: `kv_tokens` in use by running and sent requests, `kv_capacity` (0 = unknown), `unindexed_tokens` those that
     will take room and are not in the index yet. `evict_discount` (0..1) is the worth left in the next block to be
     evicted. `picked` numbers the last decision for this worker. `idle_since_s` is what requests of its model had waited
