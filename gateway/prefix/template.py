@@ -20,7 +20,7 @@ from datetime import datetime
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.prefix.messages import ContentFormat, Message, Unrenderable
@@ -31,6 +31,9 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 _write = json.JSONEncoder(ensure_ascii=False).encode
 _MAX_TEXTS = 4
 """Texts kept of one tool: a template uses one form, two at most."""
+_MAX_ABSENT = 256
+"""Names of keys, which are in the template's text, unless it asks for one that a client has named."""
+_MISSING: object = object()
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -114,6 +117,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
+        self._absent: dict[str, Undefined] = {}
         if clock is not None:
             self.globals["strftime_now"] = lambda form: clock().strftime(form)
 
@@ -123,11 +127,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         A dict has no such attribute, so its item is what the sandbox would find after a raised AttributeError.
         """
         if (type(obj) is dict or type(obj) is Tool) and attribute not in _DICT_ATTRIBUTES:
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
+            found = obj.get(attribute, _MISSING)
+            return self._undefined(attribute) if found is _MISSING else found
         return super().getattr(obj, attribute)
+
+    def _undefined(self, attribute: str) -> Undefined:
+        """What a dict without this key has there. One for all dicts: it tells in an error what it was looked for in,
+        and nothing else; most messages lack most keys that templates ask for."""
+        found = self._absent.get(attribute)
+        if found is None:
+            found = self.undefined(name=attribute)
+            if len(self._absent) < _MAX_ABSENT:
+                self._absent[attribute] = found
+        return found
 
 
 def _tojson(
