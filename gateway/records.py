@@ -67,6 +67,9 @@ class Endpoint(Enum):
     DETOKENIZE = "/detokenize"
     GENERATE = "/generate"
 
+    __hash__ = object.__hash__
+    """Members are singletons; Enum's own is a Python call for each look into a set or dict."""
+
 
 # --------------------------------------------------------------------------- the request
 

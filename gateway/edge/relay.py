@@ -155,10 +155,7 @@ class Relay:
     # ---------------------------------------------------------------- sink
 
     def on_first(self, data: bytes, pieces: int, now: float) -> Taker:
-        """The first bytes of the body go out in one write with the head."""
-        if self._success:
-            self.first_byte_at = now
-            self._owner.first_byte(now)
+        """The first bytes of the body go out in one write with the head; what follows from them is done after that."""
         self.chunks += pieces
         if self._filter is not None:
             self._remember(data)
@@ -167,6 +164,9 @@ class Relay:
             self._tail.add(data)
         self._write(self._head + (chunk(data) if self._chunked and data else data))
         self._head = b""
+        if self._success:
+            self.first_byte_at = now
+            self._owner.first_byte(now)
         if self._filter is not None:
             return Taker(self._on_body_without_usage, self._on_chunk_without_usage if self._chunked else None)
         return Taker(self._on_body, self._on_chunk if self._chunked else None)

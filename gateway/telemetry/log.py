@@ -191,7 +191,7 @@ def _line(outcome: Outcome, wall_s: float) -> _Line:
         "request",
         _client_text(outcome.request_id),
         _client_text(outcome.model),
-        outcome.result.value,
+        outcome.result,
         outcome.status,
         round((outcome.ended_at - outcome.started_at) * 1e3, 3),
     )
@@ -207,7 +207,7 @@ def _line(outcome: Outcome, wall_s: float) -> _Line:
     stages = outcome.stages
     line.worker = outcome.worker
     line.pool = outcome.pool
-    line.mode = outcome.mode.value
+    line.mode = outcome.mode
     line.prompt_tokens = outcome.prompt_tokens
     line.available_tokens = outcome.available_tokens
     line.predicted_tokens = outcome.predicted_tokens
@@ -219,7 +219,7 @@ def _line(outcome: Outcome, wall_s: float) -> _Line:
         line.ttft_ms = round(outcome.ttft_s * 1e3, 3)
     if outcome.missed_tokens:
         line.missed_tokens = outcome.missed_tokens
-        line.miss_cause = outcome.miss_cause.value if outcome.miss_cause is not None else "unknown"
+        line.miss_cause = outcome.miss_cause if outcome.miss_cause is not None else "unknown"
     return line
 
 
