@@ -7,14 +7,15 @@ Rules:
 3. A time-out or a server failure is no answer: the last list stays.
 4. A host with both kinds of addresses is one worker: its IPv6 address counts where it has no other.
 5. Of SRV records those with the lowest priority number are taken (RFC 2782); their weights are not, load is better
-   known here. With `https` the target's name is kept, for the certificate; else its addresses are used.
+   known here. With `https` the target's name is kept, for the certificate; else its addresses are used: those that came
+   with the records, as name servers of clusters send them, and those of other targets are asked for.
 6. A worker's name comes from its address by a hash, so it stays while the address does and does not show it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -137,8 +138,8 @@ class _Lookup:
         }
         if query.scheme == "https":
             return sorted(targets)
-        names = sorted({name for name, _ in targets})
-        addresses: dict[str, Sequence[str]] = {}
+        addresses = dict(_additional(answer))
+        names = sorted({name for name, _ in targets if name not in addresses})
         for start in range(0, len(names), _AT_ONCE):
             batch = names[start : start + _AT_ONCE]
             found = await asyncio.gather(*(self._addresses(f"{name}.") for name in batch))
@@ -160,3 +161,12 @@ class _Lookup:
             )
         except dns.resolver.NXDOMAIN:
             return None
+
+
+def _additional(answer: dns.resolver.Answer | None) -> Mapping[str, Sequence[str]]:
+    """Addresses of names that came with an answer (rule 4); a set of records is never sent in part (RFC 2181, 5.2)."""
+    found: dict[RdataType, dict[str, Sequence[str]]] = {A: {}, AAAA: {}}
+    for records in answer.response.additional if answer is not None else ():
+        if records.rdtype in found:
+            found[records.rdtype][records.name.to_text(omit_final_dot=True)] = [one.to_text() for one in records]
+    return found[AAAA] | found[A]

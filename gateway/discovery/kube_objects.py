@@ -294,6 +294,8 @@ class KubeView:
 
     traits: KubeTraits
     objects: dict[str, list[Seen]] = field(default_factory=dict)
+    _made: dict[str, tuple[Seen, Found, list[str]]] = field(default_factory=dict)
+    """What became of each worker's `Seen` the last time, with its problems: of hundreds one changes at a time."""
 
     def replace(self, objects: Iterable[tuple[str, list[Seen]]]) -> None:
         """A whole list has been read: what is not in it is gone."""
@@ -320,15 +322,22 @@ class KubeView:
                 if seen.said.get("ignore", "").lower() != "true":
                     other = by_name.get(seen.name)
                     by_name[seen.name] = seen if other is None else min(seen, other, key=_preference)
-        problems: list[str] = []
-        return [_found(by_name[name], self.traits, problems) for name in sorted(by_name)], problems
+        made = {}
+        for name, seen in by_name.items():
+            known = self._made.get(name)
+            made[name] = known if known is not None and known[0] is seen else (seen, *_found(seen, self.traits))
+        self._made = made
+        in_order = [made[name] for name in sorted(made)]
+        return [found for _, found, _ in in_order], [problem for _, _, told in in_order for problem in told]
 
 
 def _preference(seen: Seen) -> tuple[bool, bool, str]:
     return (seen.draining is not None, ":" in seen.host, seen.host)
 
 
-def _found(seen: Seen, traits: KubeTraits, problems: list[str]) -> Found:
+def _found(seen: Seen, traits: KubeTraits) -> tuple[Found, list[str]]:
+    """The worker, and what could not be read."""
+    problems = []
     port = _port(seen, traits)
     scheme = traits.scheme
     changes: dict[str, Any] = {}
@@ -345,7 +354,7 @@ def _found(seen: Seen, traits: KubeTraits, problems: list[str]) -> Found:
             problems.append(f"{seen.name}: {PREFIX}{key} is {value[:64]!r}")
     host = f"[{seen.host}]" if ":" in seen.host else seen.host
     spec = replace(traits.like, name=fitting_name(seen.name), url=f"{scheme}://{host}:{port}", **changes)
-    return Found(spec, seen.draining)
+    return Found(spec, seen.draining), problems
 
 
 def _port(seen: Seen, traits: KubeTraits) -> int:

@@ -9,7 +9,9 @@ Rules:
 3. A list that fails is told and tried again, ever later, up to `_LONGEST_PAUSE_S`. A watch that ended is told when the
    list behind it fails too: API servers end watches all the time.
 4. A connection that dies in silence is found by TCP's own probes.
-5. The token is read again for each request: it changes every hour.
+5. Events of a watch are told together, `_TOGETHER_S` after the first: a rollout of hundreds of pods is thousands of
+   events, and each list is compared as a whole.
+6. The token is read again for each request: it changes every hour.
 
 API: https://kubernetes.io/docs/reference/using-api/api-concepts/ (lists in parts, efficient detection of changes).
 """
@@ -45,6 +47,7 @@ _LONGEST_BLIND_S = 2.0
 """Longest pause behind a list that could be read: nothing is seen between a watch and the next list."""
 _CALM_S = 5.0
 """A watch that held this long makes the next pause the first one again."""
+_TOGETHER_S = 0.05
 _GONE = 410
 _TOKEN = re.compile(rb"[\x21-\x7e]+")
 _KEEP_ALIVE = (
@@ -174,13 +177,25 @@ class KubernetesSource:
             "resourceVersion": version,
             "timeoutSeconds": str(max(1, round(for_s))),
         }
-        async with asyncio.timeout(for_s + _SPARE_S), self._stream(http, params) as response:
-            async for line in _lines(response):
-                event = query.kind.event(line)
-                if event.status is not None:
-                    raise _said(event)
-                if self._view.happened(event):
-                    self._publish(publish)
+        due: asyncio.TimerHandle | None = None
+
+        def tell() -> None:
+            nonlocal due
+            due = None
+            self._publish(publish)
+
+        try:
+            async with asyncio.timeout(for_s + _SPARE_S), self._stream(http, params) as response:
+                async for line in _lines(response):
+                    event = query.kind.event(line)
+                    if event.status is not None:
+                        raise _said(event)
+                    if self._view.happened(event) and due is None:
+                        due = asyncio.get_running_loop().call_later(_TOGETHER_S, tell)
+        finally:
+            if due is not None:
+                due.cancel()
+                tell()
 
     def _publish(self, publish: Publish) -> None:
         found, problems = self._view.found()

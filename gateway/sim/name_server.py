@@ -23,13 +23,15 @@ _UDP_BYTES = 512
 @dataclass
 class NameServer:
     """`records` maps (name, kind) to record texts; `rcode` makes every answer that failure, `silent` makes none.
-    `additional`: addresses of the targets come with SRV records, as from the name server of a Kubernetes cluster.
+    `additional`: addresses of the targets come with SRV records, as from the name server of a Kubernetes cluster, but
+    for names it `leaves_out`.
     `asked` counts questions."""
 
     records: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     rcode: dns.rcode.Rcode | None = None
     silent: bool = False
     additional: bool = False
+    leaves_out: frozenset[str] = frozenset()
     asked: int = 0
     port: int = 0
 
@@ -70,6 +72,7 @@ class NameServer:
         return [
             dns.rrset.from_text(target, 1, "IN", kind, *texts)
             for target in sorted(set(targets))
+            if target.rstrip(".") not in self.leaves_out
             for kind in ("A", "AAAA")
             if (texts := self.records.get((target.rstrip("."), kind)))
         ]

@@ -111,6 +111,30 @@ async def test_srv_records_bring_their_ports(server: NameServer) -> None:
     assert said.urls == []
 
 
+async def test_addresses_that_come_with_srv_records_are_not_asked_for(server: NameServer) -> None:
+    """Three hundred targets, one question; those without an address in the answer are asked for alone."""
+    name = "_http._tcp.vllm.test"
+    server.records[name, "SRV"] = [f"0 0 8000 e{n}.vllm.test." for n in range(300)]
+    for n in range(300):
+        server.records[f"e{n}.vllm.test", "A" if n else "AAAA"] = [f"10.0.{n // 250}.{n % 250}" if n else "fd00::1"]
+    plain, short = Said(), Said()
+    await source(server, name=name, srv=True).look(plain)
+    asked = server.asked
+    assert asked >= 300
+    server.additional = True
+    await source(server, name=name, srv=True).look(short)
+    assert server.asked <= asked + 2, "once over UDP, and over TCP as that was cut short"
+    assert short.urls == plain.urls
+    assert (len(short.urls), short.urls[-1]) == (300, "http://[fd00::1]:8000")
+    server.records[name, "SRV"].append("0 0 8001 elsewhere.test.")
+    server.records["elsewhere.test", "A"] = ["10.9.9.9"]
+    server.leaves_out = frozenset(("elsewhere.test",))
+    asked = server.asked
+    await source(server, name=name, srv=True).look(short)
+    assert "http://10.9.9.9:8001" in short.urls
+    assert server.asked <= asked + 3
+
+
 @pytest.mark.parametrize("rcode", [dns.rcode.SERVFAIL, dns.rcode.REFUSED, None], ids=["servfail", "refused", "silent"])
 async def test_no_answer_says_nothing(server: NameServer, rcode: dns.rcode.Rcode | None) -> None:
     server.records[NAME, "A"] = ["10.0.0.1"]

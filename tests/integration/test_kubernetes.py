@@ -94,6 +94,21 @@ async def test_a_list_then_what_happens(api: Kube) -> None:
         assert (watched["allowWatchBookmarks"], watched["labelSelector"]) == ("true", "app=vllm")
 
 
+async def test_events_that_come_together_are_told_together(api: Kube) -> None:
+    for number in range(60):
+        api.apply(PODS, pod(f"p{number}", f"10.0.0.{number}"))
+    async with source(api) as (_, said):
+        await until(lambda: api.watches == 1)
+        times = said.times
+        for number in range(60):
+            api.apply(PODS, pod(f"p{number}", f"10.0.1.{number}"))
+        await until(lambda: said.hosts == {f"p{number}": f"10.0.1.{number}:8000" for number in range(60)})
+        assert said.times - times < 30, "one by one it would be 60; on a busy machine they may come in several parts"
+        api.apply(PODS, pod("late", "10.0.2.1"))
+        api.error(500, "over")
+        await until(lambda: "late" in said.hosts and api.lists >= 2)
+
+
 async def test_a_list_in_parts_counts_as_a_whole(api: Kube) -> None:
     api.part = 3
     for number in range(8):
