@@ -43,6 +43,7 @@ _DOUBT = 2.0
 """Standard deviation of a parameter around its (scaled) prior, relative: a factor of three is no surprise."""
 _BOUND = 50.0
 """A parameter stays within this factor of its scaled prior."""
+_LEAST = 1.0 / _BOUND
 _SCALE_BOUND = 1000.0
 """The scale of the prior itself stays within this factor: from a 10 us to a 0.2 s token."""
 _SWEEPS = 3
@@ -58,7 +59,7 @@ class Regression:
 
     `scale` is the median of observed / prior prediction over the first five observations. Solved by projected
     coordinate descent on the normal equations (Hastie, Tibshirani and Friedman, The Elements of Statistical Learning,
-    3.8.6, with box bounds instead of the lasso's). About 10 us an observation.
+    3.8.6, with box bounds instead of the lasso's). About 6 us an observation.
     """
 
     __slots__ = ("_first", "_keep", "_matrix", "_prior", "_size", "_vector", "samples", "values")
@@ -80,7 +81,7 @@ class Regression:
 
     def predict(self, x: Sequence[float]) -> float:
         """The model's value at `x`, one number a parameter."""
-        return sum(value * part for value, part in zip(self.values, x, strict=True))
+        return sum([value * part for value, part in zip(self.values, x, strict=True)])
 
     def learn(self, x: Sequence[float], y: float) -> None:
         """One observation; one that is not positive is ignored."""
@@ -129,20 +130,28 @@ class Regression:
         z = [part * prior / spread for part, prior in zip(x, self._prior, strict=True)]
         target = y / spread
         keep = self._keep
-        for i, row in enumerate(self._matrix):
-            self._vector[i] = self._vector[i] * keep + z[i] * target
-            for j in range(self._size):
-                row[j] = row[j] * keep + z[i] * z[j]
+        self._vector = [old * keep + zi * target for old, zi in zip(self._vector, z, strict=True)]
+        self._matrix = [
+            [old * keep + zi * zj for old, zj in zip(row, z, strict=True)]
+            for row, zi in zip(self._matrix, z, strict=True)
+        ]
 
     def _solve(self) -> None:
         pull = 1.0 / (_DOUBT * _DOUBT)
         ratios = [value / prior for value, prior in zip(self.values, self._prior, strict=True)]
+        # Plain loops over what does not change: an answer that ends waits for this.
+        steps = [
+            (i, self._vector[i] + pull, [(row[j], j) for j in range(self._size) if j != i], row[i] + pull)
+            for i, row in enumerate(self._matrix)
+        ]
         for _ in range(_SWEEPS):
-            for i, row in enumerate(self._matrix):
-                rest = sum(row[j] * ratios[j] for j in range(self._size) if j != i)
-                best = (self._vector[i] + pull - rest) / (row[i] + pull)
-                ratios[i] = min(max(best, 1.0 / _BOUND), _BOUND)
-        self.values = tuple(ratio * prior for ratio, prior in zip(ratios, self._prior, strict=True))
+            for i, seen, others, own in steps:
+                rest = 0.0
+                for weight, j in others:
+                    rest += weight * ratios[j]
+                best = (seen - rest) / own
+                ratios[i] = _LEAST if best < _LEAST else _BOUND if best > _BOUND else best
+        self.values = tuple([ratio * prior for ratio, prior in zip(ratios, self._prior, strict=True)])
 
 
 class PrefillRates(NamedTuple):
