@@ -94,7 +94,7 @@ class Promises:
     then: `_pending` are the stretches not entered yet.
     """
 
-    __slots__ = ("_by_key", "_ends", "_heads", "_live", "_masks", "_pending", "bit", "gone", "held")
+    __slots__ = ("_by_key", "_ends", "_heads", "_live", "_masks", "_pending", "_starts", "bit", "gone", "held")
 
     def __init__(self, bit: int, heads: Heads, masks: Mapping[BlockKey, int]) -> None:
         """`masks` are those of the GPU tier, `heads` are changed."""
@@ -103,7 +103,8 @@ class Promises:
         self.gone = False
         self._heads = heads
         self._masks = masks
-        self._live: dict[Stretch, None] = {}
+        self._starts: dict[int, dict[Stretch, None]] = {}
+        """The stretches there are, by the number of their first block: most begin where others do."""
         self._ends: dict[BlockKey, Stretch] = {}
         self._pending: dict[Stretch, None] = {}
         self._by_key: dict[BlockKey, Stretch] = {}
@@ -130,17 +131,24 @@ class Promises:
 
     def covering(self, keys: Sequence[BlockKey], at: int) -> Stretch | None:
         """The stretch that holds key `at` of a chain, anywhere."""
-        for stretch in self._live:
-            if stretch.start <= at < stretch.end and stretch.chain[at - stretch.base] == keys[at]:
-                return stretch
+        for start, here in self._starts.items():
+            if start <= at:
+                for stretch in here:
+                    if at < stretch.end and stretch.chain[at - stretch.base] == keys[at]:
+                        return stretch
         return None
 
     def behind(self, keys: Sequence[BlockKey], run: int) -> list[Stretch]:
         """The stretches on the way of a chain that the worker's run of `run` blocks does not reach, in their order:
         mostly none."""
-        total = len(keys)
-        found = [s for s in self._live if run <= s.start < total and keys[s.start] == s.chain[s.start - s.base]]
-        return sorted(found, key=lambda stretch: stretch.start) if len(found) > 1 else found
+        found: list[Stretch] = []
+        if run < len(
+            keys
+        ):  # where the run was not asked for (`KvIndex.overlap` hides workers), one may begin right there
+            found += [stretch for stretch in self._heads.get(keys[run], ()) if stretch.bit == self.bit]
+        for start in sorted(start for start in self._starts if run < start < len(keys)):
+            found += [stretch for stretch in self._starts[start] if stretch.first == keys[start]]
+        return found
 
     def add(self, stretch: Stretch) -> None:
         """Its keys are promised now."""
@@ -167,7 +175,7 @@ class Promises:
 
     def remove(self, stretch: Stretch) -> None:
         """Nobody stands on the stretch any more."""
-        if stretch not in self._live:
+        if stretch.start == stretch.end:
             return  # all its keys were announced
         self._unlead(stretch)
         self.held -= stretch.end - stretch.start
@@ -178,11 +186,12 @@ class Promises:
 
     def clear(self) -> None:
         """The worker is gone."""
-        for stretch in self._live:
-            self._unlead(stretch)
+        for here in self._starts.values():
+            for stretch in here:
+                self._unlead(stretch)
         self.gone = True
         self.held = 0
-        for table in (self._live, self._ends, self._pending, self._by_key):
+        for table in (self._starts, self._ends, self._pending, self._by_key):
             table.clear()
 
     def part(self, stretch: Stretch, keys: Sequence[BlockKey]) -> None:
@@ -207,8 +216,8 @@ class Promises:
         self._track(rest)
 
     def _track(self, stretch: Stretch) -> None:
-        self._live[stretch] = None
         self._ends[stretch.last] = stretch
+        self._starts.setdefault(stretch.start, {})[stretch] = None
         self._lead(stretch)
 
     def _lead(self, stretch: Stretch) -> None:
@@ -247,15 +256,26 @@ class Promises:
             by_key = self._by_key
             for key in stretch.keys[:count]:
                 del by_key[key]
+        self.held -= count
         if count == stretch.end - stretch.start:
             self._forget(stretch)
+            stretch.start = stretch.end
+            return
+        self._move(stretch)
         stretch.start += count
-        self.held -= count
+        self._starts.setdefault(stretch.start, {})[stretch] = None
 
     def _forget(self, stretch: Stretch) -> None:
-        del self._live[stretch]
+        self._move(stretch)
         del self._ends[stretch.last]
         self._pending.pop(stretch, None)
+
+    def _move(self, stretch: Stretch) -> None:
+        """It begins elsewhere, or is no more."""
+        here = self._starts[stretch.start]
+        del here[stretch]
+        if not here:
+            del self._starts[stretch.start]
 
     def _keys(self) -> dict[BlockKey, Stretch]:
         by_key = self._by_key

@@ -158,13 +158,13 @@ class Books(RuleBasedStateMachine):
             assert self.index._approximate is not None
             learned = self.index._approximate.worker(bit)
             promises = worker.promises
-            stretches.update(promises._live)
-            assert promises.held == len(promises._keys()) == sum(len(stretch.keys) for stretch in promises._live)
-            assert all(promises._by_key[key] is stretch for stretch in promises._live for key in stretch.keys)
-            assert promises._ends == {stretch.keys[-1]: stretch for stretch in promises._live}
-            assert not any(
-                stretch.keys[0] in masks[0] and masks[0][stretch.keys[0]] & bit for stretch in promises._live
-            )
+            live = [stretch for here in promises._starts.values() for stretch in here]
+            stretches.update(live)
+            assert all(stretch.start == start for start, here in promises._starts.items() for stretch in here)
+            assert promises.held == len(promises._keys()) == sum(len(stretch.keys) for stretch in live)
+            assert all(promises._by_key[key] is stretch for stretch in live for key in stretch.keys)
+            assert promises._ends == {stretch.last: stretch for stretch in live}
+            assert not any(masks[0][stretch.first] & bit for stretch in live)
             # A key of two kinds would count twice, and then the mask is another.
             masks[0].update(dict.fromkeys([*learned.tokens, *learned.text], bit))
         assert self.index._placement.masks == masks
