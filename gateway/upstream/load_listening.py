@@ -1,24 +1,30 @@
-"""Which servers' load sockets are listened to.
+"""Which servers' load sockets are listened to, and the one task that does so.
 
 Rules:
 1. A socket is opened for each server that names one, and opened anew when its address or its ranks change.
 2. An address that several servers name has one publisher, and nobody can say whose: SGLang goes on, without its load
    socket, when its port is taken. None of them is listened to there; they are polled.
 3. A server's polls know its socket, and go on at their own pace without it.
+4. All sockets are drained in one round, `DRAIN_S` after the last: to be woken for each message costs several times what
+   reading it does. After some of them the loop serves others.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import structlog
 import zmq
 
-from gateway.records import LoadEndpoint
-from gateway.upstream.load_socket import LoadSocket
+from gateway.records import LoadEndpoint, WorkerId
+from gateway.upstream.load_socket import DRAIN_S, LoadSocket
 from gateway.upstream.members import Member, Tasks
+
+_AT_ONCE: Final = 8
+"""Servers drained before others have their turn: a millisecond when each has something new."""
 
 
 class LoadListening:
@@ -28,11 +34,13 @@ class LoadListening:
         self._tasks = tasks
         self._context = context
         self._clock = clock
+        self._sockets: dict[WorkerId, LoadSocket] = {}
+        self._started = False
         self._named: Counter[str] = Counter()
         """How many members name an address."""
         self._log = structlog.get_logger("kvgate.load")
 
-    async def follow(self, member: Member, *, on: bool) -> None:
+    def follow(self, member: Member, *, on: bool) -> None:
         """Listen to the sockets that a member names now, if `on`."""
         facts, poller = member.facts, member.poller
         if facts is None or poller is None or member.leaving:
@@ -46,10 +54,10 @@ class LoadListening:
         if heard is not None:
             if (heard.endpoints, heard.whole) == (wanted, whole):
                 return
-            await self._stop(member)
-        if not wanted or member.leaving or member.load_socket is not None:
+            self._stop(member)
+        if not wanted:
             return
-        socket = member.load_socket = LoadSocket(
+        socket = member.load_socket = self._sockets[member.spec.name] = LoadSocket(
             wanted,
             whole=whole,
             context=self._context,
@@ -58,13 +66,37 @@ class LoadListening:
             on_restart=member.began_anew,
         )
         poller.hears = socket.fresh
-        self._tasks.start(_task(member), socket.run)
+        if not self._started:
+            self._started = True
+            self._tasks.start("load sockets", self.run)
         self._log.info("load socket", worker=member.spec.name, endpoints=[load.endpoint for load in wanted])
 
-    async def leave(self, member: Member) -> None:
+    def leave(self, member: Member) -> None:
         """It is going: nothing more is heard, and its addresses may be another's."""
         self._name(member, ())
-        await self._stop(member)
+        self._stop(member)
+
+    async def run(self) -> None:
+        """Hear all of them until cancelled; `follow` starts it."""
+        try:
+            while True:
+                for number, (name, socket) in enumerate(list(self._sockets.items()), 1):
+                    if self._sockets.get(name) is socket:  # else it has left meanwhile
+                        self._drain(name, socket)
+                    if number % _AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                await asyncio.sleep(DRAIN_S)
+        finally:
+            for socket in self._sockets.values():
+                socket.close()
+
+    def _drain(self, name: WorkerId, socket: LoadSocket) -> None:
+        try:
+            socket.drain()
+        except zmq.ZMQError as error:
+            socket.close()
+            del self._sockets[name]
+            self._log.warning("load socket cannot be opened; the worker is polled", worker=name, reason=str(error))
 
     def _name(self, member: Member, loads: tuple[LoadEndpoint, ...]) -> None:
         if loads == member.loads_named:
@@ -82,12 +114,10 @@ class LoadListening:
                 fix="give each server on a host a --load-publish-endpoint of its own",
             )
 
-    async def _stop(self, member: Member) -> None:
+    def _stop(self, member: Member) -> None:
+        socket, member.load_socket = member.load_socket, None
         if member.poller is not None:
             member.poller.hears = lambda _: False
-        member.load_socket = None
-        await self._tasks.stop(_task(member))
-
-
-def _task(member: Member) -> str:
-    return f"load socket {member.spec.name}"
+        if socket is not None:
+            socket.close()
+            self._sockets.pop(member.spec.name, None)

@@ -6,8 +6,8 @@ waiting, tokens, capacity, rank]`, from 0.5.20 on with five further numbers. `to
 unknown). A change is published at once, nothing new once a second. The sequence starts at 0 with each process.
 
 Rules:
-1. Only the newest message of a rank counts, and none is older than the engine's last step. The socket is drained at
-   most every `DRAIN_S`; ZeroMQ's own "keep the newest" (ZMQ_CONFLATE) cannot be used with several frames.
+1. Only the newest message of a rank counts, and none is older than the engine's last step. The socket is drained every
+   `DRAIN_S`; ZeroMQ's own "keep the newest" (ZMQ_CONFLATE) cannot be used with several frames.
 2. A rank's load is the socket's while the last message is younger than `FRESH_S`. Then the polls take over.
 3. Whose load it is says the address. A message that names another rank comes from another server that has the port: it
    is none of this one's, and counts as unreadable.
@@ -19,16 +19,14 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Final
 
 import msgspec
 import zmq
 
 from gateway.records import LoadEndpoint, LoadSample, LoadSource
-from gateway.upstream.feed_sockets import configure, receive, until_readable
+from gateway.upstream.feed_sockets import configure, readable
 from gateway.upstream.load_text import together
 
 DRAIN_S: Final = 0.25
@@ -97,10 +95,9 @@ class RankLoad:
         self._sequence = 0
 
     def take(self, messages: Sequence[Sequence[bytes]], now: float) -> bool:
-        """What a drain has found, oldest first; whether there is a new load in it."""
-        if messages:
-            self.messages += len(messages)
-            self.active_at = now
+        """What a drain has found, oldest first and at least one; whether there is a new load in it."""
+        self.messages += len(messages)
+        self.active_at = now
         for frames in reversed(messages):
             try:
                 sequence, self.sample = parse_load(frames, self.endpoint.rank)
@@ -119,7 +116,8 @@ class RankLoad:
 
 
 class LoadSocket:
-    """Hears the ranks of one server until cancelled. Make a new one when their addresses change.
+    """Hears the ranks of one server; whoever has it calls `drain` every `DRAIN_S`, and `close` in the end. Make a new
+    one when their addresses change.
 
     `whole`: the ranks are one worker, whose load is that of all of them; it is told under None, once all are fresh.
     `on_load` gets what is new, by rank. `on_restart` is called when a rank has begun anew, before its load is told.
@@ -139,6 +137,7 @@ class LoadSocket:
         self.endpoints = tuple(endpoints)
         self.ranks: Mapping[int, RankLoad] = {endpoint.rank: RankLoad(endpoint) for endpoint in endpoints}
         self.whole = whole
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._context = context
         self._clock = clock
         self._on_load = on_load
@@ -152,54 +151,46 @@ class LoadSocket:
             return all(heard.fresh(now) for heard in self.ranks.values())
         return rank in self.ranks and self.ranks[rank].fresh(now)
 
-    async def run(self) -> None:
-        """Never returns. Raises zmq.ZMQError when an address is malformed or the context closed."""
-        wake = asyncio.Event()
-        sockets: dict[int, zmq.Socket[bytes]] = {}
-        try:
-            while True:
-                self._open(sockets)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._reopen_s):
-                        await until_readable(list(sockets.values()), wake, lambda: False)
-                await self._drain(sockets)
-                await asyncio.sleep(DRAIN_S)
-        finally:
-            for socket in sockets.values():
-                socket.close(linger=0)
+    def drain(self) -> None:
+        """Take what has come since the last time; the first time opens the sockets. Never waits.
 
-    def _open(self, sockets: dict[int, zmq.Socket[bytes]]) -> None:
-        """Those that are not there, or silent for too long (rule 6)."""
-        now = self._clock()
-        for rank, heard in self.ranks.items():
-            if rank in sockets:
-                if heard.active_at is not None and now - heard.active_at <= self._reopen_s:
-                    continue
-                sockets.pop(rank).close(linger=0)
-            socket = sockets[rank] = zmq.Socket(self._context, zmq.SUB)
-            heard.active_at = now
-            configure(socket, messages=_MOST, message_bytes=_MESSAGE_BYTES)
-            socket.setsockopt(zmq.SUBSCRIBE, heard.endpoint.topic.encode())
-            socket.connect(heard.endpoint.endpoint)
-
-    async def _drain(self, sockets: Mapping[int, zmq.Socket[bytes]]) -> None:
-        restarts = self._restarts
+        Raises zmq.ZMQError when an address is malformed or the context closed.
+        """
+        now, restarts = self._clock(), self._restarts
         new: dict[int | None, LoadSample] = {}
-        for rank, socket in sockets.items():
+        for rank, heard in self.ranks.items():
+            socket = self._open(heard, now)
             messages: list[list[bytes]] = []
-            while len(messages) < _MOST and (frames := receive(socket)) is not None:
-                messages.append(frames)
-            heard = self.ranks[rank]
-            if heard.take(messages, self._clock()) and heard.sample is not None:
+            while len(messages) < _MOST and readable(socket):
+                messages.append(socket.recv_multipart(zmq.NOBLOCK))
+            if messages and heard.take(messages, now) and heard.sample is not None:
                 new[rank] = heard.sample
-            if len(messages) == _MOST:
-                await asyncio.sleep(0)
         if self._restarts != restarts:
             self._on_restart()
         if self.whole:
             new = {None: self._sum()} if new and self.fresh(None) else {}
         if new:
             self._on_load(new)
+
+    def close(self) -> None:
+        """Hear nothing more; a later `drain` begins again."""
+        while self._sockets:
+            self._sockets.popitem()[1].close(linger=0)
+
+    def _open(self, heard: RankLoad, now: float) -> zmq.Socket[bytes]:
+        """The rank's socket; a new one where there is none, or one that was silent for too long (rule 6)."""
+        rank = heard.endpoint.rank
+        socket = self._sockets.get(rank)
+        if socket is not None:
+            if heard.active_at is not None and now - heard.active_at <= self._reopen_s:
+                return socket
+            socket.close(linger=0)
+        socket = self._sockets[rank] = zmq.Socket(self._context, zmq.SUB)
+        heard.active_at = now
+        configure(socket, messages=_MOST, message_bytes=_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SUBSCRIBE, heard.endpoint.topic.encode())
+        socket.connect(heard.endpoint.endpoint)
+        return socket
 
     @property
     def _restarts(self) -> int:

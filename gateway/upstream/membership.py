@@ -168,7 +168,7 @@ class Membership:
         await self._tasks.stop(f"worker {name}")
         for seat in member.seats.values():
             await self.feeds.stop(seat, list(seat.feeds))
-        await self._listening.leave(member)
+        self._listening.leave(member)
         if member.poller is not None:
             await self._tasks.stop(f"load {name}")
         # Nothing waits from here on: slots, index and names are free at the same moment.
@@ -344,7 +344,7 @@ class Membership:
         elif self._settings_changed:
             self._settings_changed = False
             await self.feeds.fit_block_sizes()
-        await self._listening.follow(member, on=self.settings.load_sockets)
+        self._listening.follow(member, on=self.settings.load_sockets)
 
     async def _join(self, member: Member, facts: WorkerFacts) -> None:
         member.hasher = await self._on_joining(member.spec, facts)
@@ -373,7 +373,7 @@ class Membership:
                 poll_s=self.settings.poll_s,
             )
             self._tasks.start(f"load {spec.name}", member.poller.run)
-        await self._listening.follow(member, on=self.settings.load_sockets)
+        self._listening.follow(member, on=self.settings.load_sockets)
         self._log.info(
             "worker joined",
             worker=spec.name,

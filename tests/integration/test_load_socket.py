@@ -178,10 +178,10 @@ async def test_a_connection_that_zmq_gave_up_is_made_anew() -> None:
             on_restart=lambda: None,
             reopen_s=0.5,
         )
-        following = asyncio.create_task(heard.run())
 
         def told(running: int) -> bool:
             engine.send_multipart([b"load", bytes(8), msgspec.msgpack.encode(["LoadStat", running, 0, 1, 2, 3])])
+            heard.drain()
             return bool(loads) and loads[-1][3].running == running
 
         try:
@@ -189,8 +189,46 @@ async def test_a_connection_that_zmq_gave_up_is_made_anew() -> None:
             engine.send_multipart([b"load", bytes(8), b"x" * 100_000])
             await until(lambda: told(2))
         finally:
-            following.cancel()
-            await asyncio.wait([following])
+            heard.close()
+
+
+async def test_the_load_of_some_ranks_is_not_that_of_their_server() -> None:
+    loads: list[Mapping[int | None, LoadSample]] = []
+    with zmq.Context() as context, context.socket(zmq.PUB) as first, context.socket(zmq.PUB) as second:
+        ports = [engine.bind_to_random_port("tcp://127.0.0.1") for engine in (first, second)]
+        heard = LoadSocket(
+            [LoadEndpoint(rank, f"tcp://127.0.0.1:{port}", "load") for rank, port in enumerate(ports)],
+            whole=True,
+            context=context,
+            clock=time.monotonic,
+            on_load=loads.append,
+            on_restart=lambda: None,
+        )
+
+        def told(*engines: zmq.Socket[bytes]) -> None:
+            for rank, engine in enumerate(engines):
+                payload = msgspec.msgpack.encode(["LoadStat", 2 + rank, 1, 4 + rank, 10, rank])
+                engine.send_multipart([b"load", bytes(8), payload])
+            heard.drain()
+
+        def one() -> bool:
+            told(first)
+            return heard.ranks[0].messages >= 3
+
+        def both() -> bool:
+            told(first, second)
+            return bool(loads)
+
+        try:
+            await until(one)
+            assert (loads, heard.fresh(0), heard.fresh(None)) == ([], True, False)
+            await until(both)
+            assert loads[0] == {None: LoadSample(5, 2, 0.5, source=LoadSource.SOCKET)}
+            assert heard.fresh(None)
+        finally:
+            heard.close()
+            for engine in (first, second):
+                engine.close(linger=0)
 
 
 async def test_a_simulated_engine_publishes_changes_at_once_and_rest_once_a_second() -> None:
@@ -256,13 +294,19 @@ async def test_it_is_turned_off_and_on_while_the_gateway_runs(tmp_path: Path) ->
             write_yaml(file, tree | {"load": {"poll_s": 0.2, "sockets": on}})
             await r.gateway.reload()
             await until(lambda wanted=source: said(r, R0)[0] is said(r, R1)[0] is wanted)  # type: ignore[misc]
-            assert ("load socket w1" in r.gateway.supervisor.names) is on
+            assert (r.gateway.membership.members[W1].load_socket is not None) is on
 
 
 async def test_who_leaves_is_listened_to_no_more() -> None:
     async with rig(2, engine=publishing(data_parallel_size=1), settings=NO_POLLS) as r:
         await until(lambda: all(said(r, WorkerId(name))[0] is LoadSource.SOCKET for name in ("w1", "w2")))
+        first, second = (r.gateway.membership.members[WorkerId(name)].load_socket for name in ("w1", "w2"))
+        assert first is not None
+        assert second is not None
         assert (await r.http.delete(r.ports.admin_url + "/admin/workers/w1")).status_code == 204
-        assert [name for name in r.gateway.supervisor.names if name.startswith("load")] == ["load socket w2", "load w2"]
+        heard, later = first.ranks[0].messages, second.ranks[0].messages + 3
+        await until(lambda: second.ranks[0].messages >= later)
+        assert first.ranks[0].messages == heard
+        assert [name for name in r.gateway.supervisor.names if name.startswith("load")] == ["load sockets", "load w2"]
         answer = await r.http.post("/v1/completions", json={"model": "demo", "prompt": "hello", "max_tokens": 2})
         assert answer.headers["x-kvgate-worker"] == "w2"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 import zmq
@@ -19,8 +21,19 @@ from gateway.errors import FleetFull
 from gateway.kv import KvIndex
 from gateway.kv.events import Cleared, Stored
 from gateway.pool import Fleet, Reservation, WorkerState
-from gateway.records import EngineHash, RankChoice, Role, Tier, TrustState, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import (
+    EngineHash,
+    LoadEndpoint,
+    RankChoice,
+    Role,
+    Tier,
+    TrustState,
+    WorkerFacts,
+    WorkerId,
+    WorkerSpec,
+)
 from gateway.upstream.control import ControlClient, ProbeFailed
+from gateway.upstream.load_listening import LoadListening
 from gateway.upstream.membership import Membership, MembershipSettings
 
 W1, W2, W3, W4 = (WorkerId(f"w{number}") for number in (1, 2, 3, 4))
@@ -630,25 +643,58 @@ LOADS = (
 
 async def test_one_load_socket_that_two_servers_name_is_nobodys(stand: Stand) -> None:
     """SGLang goes on without its load socket when its port is taken: what is heard there is another's load."""
-    membership, tasks = stand.membership, stand.tasks
+    membership = stand.membership
+
+    def listened_to() -> set[WorkerId]:
+        return {name for name, member in membership.members.items() if member.load_socket is not None}
+
+    async def probed(name: WorkerId, reached: Callable[[], bool]) -> None:
+        following = asyncio.ensure_future(stand.tasks.runs[f"worker {name}"]())
+        await until(reached)
+        following.cancel()
+        await asyncio.wait([following])
+
     stand.answers["/server_info"] = LOADS % 6000
     await membership.add(spec(W1, "h"))
     await membership.add(spec(W3, "elsewhere"))
-    assert {name for name in tasks.names if "socket" in name} == {"load socket w1", "load socket w3"}
+    assert listened_to() == {W1, W3}
     await membership.add(spec(W2, "h"))
-    assert "load socket w2" not in tasks.names
-    following = asyncio.ensure_future(tasks.runs["worker w1"]())
-    await until(lambda: "load socket w1" not in tasks.names)
-    following.cancel()
-    await asyncio.wait([following])
-    assert "load socket w3" in tasks.names
+    assert listened_to() == {W1, W3}
+    await probed(W1, lambda: listened_to() == {W3})
     await membership.leave(W1)
-    following = asyncio.ensure_future(tasks.runs["worker w2"]())
-    await until(lambda: "load socket w2" in tasks.names)
-    following.cancel()
-    await asyncio.wait([following])
+    await probed(W2, lambda: listened_to() == {W2, W3})
     heard = membership.members[W2].load_socket
     assert heard is not None
     assert [load.endpoint for load in heard.endpoints] == ["tcp://h:6000"]
     await membership.leave(W2)
-    assert {name for name in tasks.names if "socket" in name} == {"load socket w3"}
+    assert listened_to() == {W3}
+
+
+async def test_a_load_socket_that_cannot_be_opened_leaves_the_others(stand: Stand) -> None:
+    stand.answers["/server_info"] = LOADS % 6000
+    for name in (W1, W2):
+        await stand.membership.add(spec(name))
+    first, second = (stand.membership.members[name] for name in (W1, W2))
+    assert first.facts is not None
+    first.facts = replace(first.facts, loads=(LoadEndpoint(0, "tcp://h:none", "load"),))
+    with zmq.Context() as context, context.socket(zmq.PUB) as engine:
+        engine.setsockopt(zmq.LINGER, 0)
+        address = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
+        second.facts = replace(first.facts, loads=(LoadEndpoint(0, address, "load"),))
+        listening = LoadListening(tasks=stand.tasks, context=context, clock=time.monotonic)
+        stand.tasks.names.clear()
+        for member in (first, second):
+            member.load_socket = None
+            listening.follow(member, on=True)
+        running = asyncio.ensure_future(stand.tasks.runs["load sockets"]())
+
+        def heard() -> bool:
+            engine.send_multipart([b"load", bytes(8), msgspec.msgpack.encode(["LoadStat", 4, 0, 1, 2, 0])])
+            load = stand.fleet.workers[W2].load
+            return load is not None and load.running == 4
+
+        await until(heard)
+        assert not running.done()
+        running.cancel()
+        await asyncio.wait([running])
+    assert stand.fleet.workers[W1].load is None
