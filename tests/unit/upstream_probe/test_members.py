@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from gateway.records import Endpoint, EngineKind, Outcome, Result, WorkerFacts, WorkerId, WorkerSpec
 from gateway.upstream.members import Member
@@ -19,7 +20,7 @@ def member() -> Member:
 
 def outcome(**more: Any) -> Outcome:
     ended = Outcome("r", Endpoint.CHAT, "m", "default", WorkerId("w1"), Result.COMPLETED, 200, False, 0.0, 1.0)
-    return replace(ended, completion_tokens=1, **more)
+    return structs.replace(ended, completion_tokens=1, **more)
 
 
 def test_one_answer_with_a_count_is_proof_also_of_none() -> None:
