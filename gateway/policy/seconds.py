@@ -109,20 +109,23 @@ class Seconds:
         running_s, mu, kappa = gamma * prices.running_s, gamma * prices.evict, gamma * prices.kv_s
         cold_s = overhead_s + tokens * (token_s + pair_s * tokens / 2)
         repeat_token_s = prices.repeat * computing * token_s
+        hit_before, new, alone_s = 0, tokens, cold_s
         costs: list[float] = []
         add = costs.append
         for (
             (slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, _, kv_tokens, capacity,
              unindexed, evict_discount, idle_since_s), hit, resident
         ) in zip(standings, view.hits, view.resident, strict=True):  # fmt: skip
-            new = tokens - hit
-            own = slowdown * (overhead_s + new * (token_s + pair_s * (hit + new / 2)) if hit else cold_s)
+            if hit != hit_before:  # many have the same
+                hit_before = hit
+                new = tokens - hit
+                alone_s = overhead_s + new * (token_s + pair_s * (hit + new / 2)) if hit else cold_s
             if wait:
                 ran = now - head_since
                 wait += ran - 2 * head_s if ran > head_s else -ran
             if foreign_s:
                 wait += max(0.0, foreign_s - (now - foreign_since))
-            cost = beta * wait + own_factor * own + running_s * requests
+            cost = beta * wait + own_factor * (slowdown * alone_s) + running_s * requests
             if capacity:
                 over = resident + unindexed + new - capacity
                 if over > 0:
