@@ -4,7 +4,7 @@ Rules:
 1. Residency is (worker, rank, tier, engine hash); a mask has a worker's bit for a key while any of its ranks holds a
    block of that key in that tier. A removal touches its own worker, rank and tier only.
 2. A block gets its key from its parent's key and its tokens. A block whose parent is unknown is never placed at the
-   root; it waits as an orphan until the parent is announced, together with everything behind it.
+   root; it waits as an orphan until the parent is announced, together with everything behind it (`orphans`).
 3. A store in a slower tier that does not say what else entered its hashes (vLLM's connectors leave `extra_keys` out)
    is joined by engine hash only: computed from its tokens it could match across salts or adapters.
 4. Events are applied in order; what cannot be used is counted by reason and costs nothing else.
@@ -19,19 +19,17 @@ from itertools import islice
 from struct import error as StructError
 from typing import Final
 
-from gateway.keys import chain, digest, with_extra
+from gateway.keys import chain, digest
 from gateway.kv.events import KvEvent, Removed, Stored
 from gateway.kv.numbers import Tally
 from gateway.kv.offload import MAX_FLEETING, MOST_EXCESS
+from gateway.kv.orphans import adopt, chain_with_extras, chunk_keys, go_on, wait
 from gateway.kv.tables import TIER_INDEX, TIERS, RankTable, WorkerTable
 from gateway.kv.windows import WindowBlocks, WindowMasks
 from gateway.records import BlockKey, EngineHash, Tier
 
 _WIDENED: Final = 64
 """Chunks that get their other blocks once it is known how many they have: the newest, usually the first two."""
-
-_ADOPTED_AT_ONCE: Final = 2_000
-"""Orphans placed in one call: some 8 ms."""
 
 _GPU: Final = Tier.GPU  # hashing an enum member runs Python code; the usual tier is compared instead
 
@@ -138,12 +136,12 @@ class Placement:
             if seed is None and parent is not None:
                 seed = table.key_of(parent)
             if seed is None:
-                self._wait(worker, table, event, tier, tally)
+                wait(self, worker, table, event, tier, tally)
                 return
             if event.extras is None:
                 keys = chain(seed, tokens, worker.block_size)
             else:
-                keys = _chain_with_extras(seed, tokens, worker.block_size, span, event.extras)
+                keys = chain_with_extras(seed, tokens, worker.block_size, span, event.extras)
         except (TypeError, ValueError):
             tally.ignore("malformed", len(hashes))  # token ids that are no token ids
             return
@@ -159,7 +157,7 @@ class Placement:
             table.chunks.stored(parent, hashes)
         if table.orphans:
             for engine_hash in hashes:
-                self._adopt(worker, table, engine_hash, tally)
+                adopt(self, worker, table, engine_hash, tally)
 
     def _store_one(self, worker: WorkerTable, table: RankTable, event: Stored, tally: Tally) -> bool:
         """The usual event of an engine that merges none: one new block on GPU in the keys' own size, its parent known.
@@ -286,7 +284,7 @@ class Placement:
             if size and not rest:
                 table.chunks.told(size)
         for engine_hash in event.hashes:
-            keys = table.keys_of(engine_hash) if alone else _chunk_keys(table, tier, engine_hash)
+            keys = table.keys_of(engine_hash) if alone else chunk_keys(table, tier, engine_hash)
             if not keys:
                 tally.orphans += 1
                 tally.dropped += table.add_orphan(
@@ -295,100 +293,21 @@ class Placement:
             else:
                 self.place(worker, table, tier, engine_hash, keys, tally)
         if table.chunks.news:
-            self._widen(worker, table)
+            self.widen(worker, table)
 
-    def _widen(self, worker: WorkerTable, table: RankTable) -> None:
+    def widen(self, worker: WorkerTable, table: RankTable) -> None:
         """How many blocks a chunk has became known: chunks that were told before get theirs."""
         table.chunks.news = False
         for tier in range(1, len(TIERS)):
             heads = table.heads[tier]
             for end in list(islice(reversed(table.held[tier]), _WIDENED)):
-                if end not in heads and (earlier := _chunk_keys(table, tier, end)[:-1]):
+                if end not in heads and (earlier := chunk_keys(table, tier, end)[:-1]):
                     heads[end] = earlier
                     self._hold(worker, tier, earlier)
 
-    # ------------------------------------------------------------------ orphans
-
-    def _wait(self, worker: WorkerTable, table: RankTable, event: Stored, tier: int, tally: Tally) -> None:
-        """A store behind an unknown parent. Blocks of it that are known all the same are placed at once."""
-        parent = event.parent
-        size = event.block_size
-        for position, engine_hash in enumerate(event.hashes):
-            keys = table.keys_of(engine_hash)
-            if keys:
-                self.place(worker, table, tier, engine_hash, keys, tally)
-            else:
-                tally.orphans += 1
-                tally.dropped += table.add_orphan(
-                    engine_hash,
-                    tier,
-                    parent=parent,
-                    tokens=event.tokens[position * size : (position + 1) * size],
-                    extra=event.extras[position] if event.extras else None,
-                    counted=worker.counted,
-                )
-            parent = engine_hash
-        if event.hashes:
-            # A block in the middle may have been known: then what follows it needs no waiting.
-            for engine_hash in event.hashes:
-                if table.key_of(engine_hash) is not None:
-                    self._adopt(worker, table, engine_hash, tally)
-
-    def _adopt(self, worker: WorkerTable, table: RankTable, engine_hash: EngineHash, tally: Tally) -> None:
-        """`engine_hash` is known now: place what waited for it, and what waits for that in turn; what is too much for
-        one call is for `go_on`."""
-        known = table.take_orphan(engine_hash)
-        if known is not None:
-            keys = table.keys_of(engine_hash)
-            if keys:
-                self._place_copies(worker, table, engine_hash, known.copies, keys, tally)
-                if table.chunks.news:
-                    self._widen(worker, table)
-        seed = table.key_of(engine_hash)
-        if seed is not None and table.awaited(engine_hash):
-            table.ready.append((engine_hash, seed))
-            self.go_on(worker, table, tally)
-
     def go_on(self, worker: WorkerTable, table: RankTable, tally: Tally) -> None:
         """Place orphans whose parents are known, as many as one call may."""
-        while table.ready and tally.adopted < _ADOPTED_AT_ONCE:
-            parent, seed = table.ready.pop()
-            children = table.take_children(parent, _ADOPTED_AT_ONCE - tally.adopted)
-            if table.awaited(parent):
-                table.ready.append((parent, seed))
-            tally.adopted += len(children)
-            for child, orphan in children:
-                tokens = orphan.tokens
-                if tokens is None:
-                    continue
-                span = len(tokens) // worker.block_size
-                extras = None if orphan.extra is None else [orphan.extra]
-                if orphan.copies[0] and worker.counted:
-                    table.chunks.stored(parent, [child])
-                child_keys = (
-                    chain(seed, tokens, worker.block_size)
-                    if extras is None
-                    else _chain_with_extras(seed, tokens, worker.block_size, span, extras)
-                )
-                self._place_copies(worker, table, child, orphan.copies, child_keys, tally)
-                if table.awaited(child):
-                    table.ready.append((child, child_keys[-1]))
-
-    def _place_copies(
-        self,
-        worker: WorkerTable,
-        table: RankTable,
-        engine_hash: EngineHash,
-        copies: list[int],
-        own: Sequence[BlockKey],
-        tally: Tally,
-    ) -> None:
-        for tier, count in enumerate(copies):
-            keys: Sequence[BlockKey] = own
-            if count and tier and engine_hash in table.held[0]:
-                keys = _chunk_keys(table, tier, engine_hash)
-            for _ in range(count):
-                self.place(worker, table, tier, engine_hash, keys, tally)
+        go_on(self, worker, table, tally)
 
     # ------------------------------------------------------------------ removals
 
@@ -486,30 +405,3 @@ def _own_names(event: Stored) -> bool:
     """Whether the blocks have names of their own beside those on GPU, as LMCache's chunks do: joining finds nothing.
     LMCache tells no cache group, and its own hits ask for the tokens alone."""
     return event.fleeting and event.group is None
-
-
-def _chunk_keys(table: RankTable, tier: int, engine_hash: EngineHash) -> tuple[BlockKey, ...]:
-    """Keys of everything a placeholder stands for: its block, and before it the others of the chunk it ends."""
-    keys = table.keys_of(engine_hash)
-    on_gpu = table.held[0]
-    if engine_hash not in on_gpu:
-        return keys
-    before = table.chunks.before(engine_hash, table.held[tier])
-    if not before:
-        return keys
-    return (*(key for earlier in before if earlier in on_gpu for key in table.keys_of(earlier)), *keys)
-
-
-def _chain_with_extras(
-    seed: BlockKey, tokens: Sequence[int], block_size: int, span: int, extras: Sequence[bytes | None]
-) -> list[BlockKey]:
-    """`keys.chain` where some blocks also depend on multimodal items; `span` keys for each of the engine's blocks."""
-    keys: list[BlockKey] = []
-    size = block_size * span
-    for position, extra in enumerate(extras):
-        block = tokens[position * size : (position + 1) * size]
-        if extra is not None:
-            seed = with_extra(seed, extra)
-        keys += chain(seed, block, block_size)
-        seed = keys[-1]
-    return keys
