@@ -19,7 +19,7 @@ from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from gateway.admin.answer import ErrorAnswer
-from gateway.admin.decisions import decision_routes
+from gateway.admin.decisions import EXPLAIN_PATH, decision_routes
 from gateway.admin.failures import map_errors
 from gateway.admin.guard import Guard, token_check
 from gateway.admin.page import page_routes
@@ -42,7 +42,7 @@ def admin_app(views: AdminViews) -> FastAPI:
         redoc_url=None,
         generate_unique_id_function=_operation_id,
     )
-    app.add_middleware(Guard, own_names=lambda: views.settings().own_names)
+    app.add_middleware(Guard, own_names=lambda: views.settings().own_names, unlimited=(EXPLAIN_PATH,))
     map_errors(app)
     app.include_router(page_routes())
     app.include_router(probe_routes(views))

@@ -18,6 +18,8 @@ from gateway.errors import BadRequest, PayloadTooLarge
 from gateway.leases import Recent
 from gateway.records import Endpoint, MissCause, PrefixBlocks, PrefixMode, Result
 
+EXPLAIN_PATH = "/admin/explain"
+
 MAX_DECISIONS = 256
 """Most decisions one answer holds."""
 
@@ -75,7 +77,7 @@ def decision_routes(views: AdminViews) -> APIRouter:
         return written(DecisionList(decisions=answers))
 
     @routes.post(
-        "/admin/explain",
+        EXPLAIN_PATH,
         openapi_extra={"requestBody": {"content": {"application/json": {"schema": _BODY}}}},
         responses={503: {"model": ErrorAnswer}},
     )

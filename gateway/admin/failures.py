@@ -46,7 +46,9 @@ def map_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
+        code = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}.get(
+            error.status_code, "bad_request"
+        )
         return _error(error.status_code, str(error.detail), "invalid_request_error", code)
 
     @app.exception_handler(Exception)

@@ -5,20 +5,26 @@ Rules:
 2. Without one the port is the machine's own, and stays it in a browser too: a request must name an address or
    `localhost` as its host. A page of another site that has its own name point here (DNS rebinding) does not.
 3. No answer may be framed, kept by a cache, or taken for another type than it says.
+4. A body is read before the token is looked at, so a long one is refused whoever sends it: above `MOST_BODY_BYTES`,
+   except where a path has a limit of its own, behind the token (`/admin/explain`).
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import GatewayError
+
+MOST_BODY_BYTES = 65_536
+"""An entry of `workers` has some hundred."""
 
 _HEADERS = {
     "x-content-type-options": "nosniff",
@@ -61,11 +67,13 @@ def token_check(token: Callable[[], str | None]) -> Callable[[Request], Awaitabl
 
 
 class Guard:
-    """Around the whole application. `own_names`: rule 2 holds now."""
+    """Around the whole application. `own_names`: rule 2 holds now; `unlimited` are the paths that limit bodies
+    themselves."""
 
-    def __init__(self, app: ASGIApp, *, own_names: Callable[[], bool]) -> None:
+    def __init__(self, app: ASGIApp, *, own_names: Callable[[], bool], unlimited: Container[str]) -> None:
         self._app = app
         self._own_names = own_names
+        self._unlimited = unlimited
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse, one request."""
@@ -82,7 +90,23 @@ class Guard:
             body = {"message": error.message, "type": error.type, "code": error.code, "param": None}
             await JSONResponse({"error": body}, status_code=error.status)(scope, receive, guarded)
             return
-        await self._app(scope, receive, guarded)
+        limited = scope["type"] == "http" and scope["path"] not in self._unlimited
+        await self._app(scope, _up_to(MOST_BODY_BYTES, receive) if limited else receive, guarded)
+
+
+def _up_to(limit: int, receive: Receive) -> Receive:
+    """The same messages; a body above the limit ends the request with 413."""
+    size = 0
+
+    async def received() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise HTTPException(413, f"the body is longer than {limit} bytes")
+        return message
+
+    return received
 
 
 def is_own(host: str) -> bool:

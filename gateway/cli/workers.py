@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,8 +30,9 @@ worker_commands = typer.Typer(rich_markup_mode=None, invoke_without_command=True
 def add_worker_commands(app: typer.Typer) -> None:
     """Give the root command all of these."""
     app.add_typer(worker_commands, name="workers")
-    for command in (drain, undrain, resync, reset):
-        app.command()(command)
+    app.command()(drain)
+    for action, text in _ACTIONS.items():
+        app.command(action, help=cleandoc(text))(_doing(action))
 
 
 # --------------------------------------------------------------------------- workers
@@ -191,59 +193,45 @@ def drain(
         _tell(port, answer, as_json)
 
 
-def undrain(
-    name: WorkerName,
-    as_json: JsonOption = False,
-    admin: AdminOption = None,
-    token: TokenOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Send new requests to a drained worker again.
+_ACTIONS = {
+    "undrain": """Send new requests to a drained worker again.
 
-    \b
-    kvgate undrain w1
-    """
-    _act(admin_port(admin, token, config), name, "undrain", as_json)
+        \b
+        kvgate undrain w1
+        """,
+    "resync": """Forget what the index knows of a worker and learn it anew from its events: for when requests miss on it
+        and kvgate has not found out by itself. It gets requests all the while, without credit for its cache until that
+        is known again.
 
+        \b
+        kvgate resync w1
+        """,
+    "reset": """Forget what is held against a worker's health: an ejected one is used again at once, without a slow
+        start.
 
-def resync(
-    name: WorkerName,
-    as_json: JsonOption = False,
-    admin: AdminOption = None,
-    token: TokenOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Forget what the index knows of a worker and learn it anew from its events: for when requests miss on it and
-    kvgate has not found out by itself. It gets requests all the while, without credit for its cache until that is known
-    again.
-
-    \b
-    kvgate resync w1
-    """
-    _act(admin_port(admin, token, config), name, "resync", as_json)
+        \b
+        kvgate reset w1
+        """,
+}
+"""Commands that only ask the gateway to do something to a worker, and their help."""
 
 
-def reset(
-    name: WorkerName,
-    as_json: JsonOption = False,
-    admin: AdminOption = None,
-    token: TokenOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Forget what is held against a worker's health: an ejected one is used again at once, without a slow start.
+def _doing(action: str) -> Callable[..., None]:
+    def act(
+        name: WorkerName,
+        as_json: JsonOption = False,
+        admin: AdminOption = None,
+        token: TokenOption = None,
+        config: ConfigOption = None,
+    ) -> None:
+        port = admin_port(admin, token, config)
+        with told():
+            _tell(port, port.ask("POST", worker_path(name, action)), as_json)
 
-    \b
-    kvgate reset w1
-    """
-    _act(admin_port(admin, token, config), name, "reset", as_json)
+    return act
 
 
 # --------------------------------------------------------------------------- inside
-
-
-def _act(port: AdminPort, name: str, action: str, as_json: bool) -> None:
-    with told():
-        _tell(port, port.ask("POST", worker_path(name, action)), as_json)
 
 
 def _tell(port: AdminPort, answer: str, as_json: bool) -> None:

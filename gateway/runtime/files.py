@@ -3,7 +3,8 @@
 Rules:
 1. A file is looked at every `every_s` seconds, by `stat` through links: a file that is renamed over another and a
    directory of links that is swapped as a whole (Kubernetes mounts) are seen like one that is written in place. It is
-   read only when that shows something, and whoever watches it is told only when the content is another.
+   read only when that shows something, and whoever watches it is told only when the content is another. Both in a
+   thread: a file may be on a server that hangs.
 2. A file that was changed is left alone until two looks in a row show the same: one that is being written in place
    would be read in half, and half a list of workers is a valid list.
 3. `now` (SIGHUP) does not wait and tells everybody, whatever the files look like.
@@ -83,7 +84,7 @@ class FileWatch:
         """Look at all files once; `asked`: tell everybody."""
         for watched in self._watched:
             if asked or await self._settled(watched):
-                watched.told, watched.settling = _looks(watched.paths()), None
+                watched.told, watched.settling = await asyncio.to_thread(_looks, watched.paths()), None
                 watched.digest = await asyncio.to_thread(_digest, watched.paths())
                 try:
                     await watched.changed()
@@ -92,7 +93,7 @@ class FileWatch:
 
     async def _settled(self, watched: _Watched) -> bool:
         """Whether there is another content to be used now."""
-        looks = _looks(watched.paths())
+        looks = await asyncio.to_thread(_looks, watched.paths())
         if looks == watched.told:
             watched.settling = None
             return False

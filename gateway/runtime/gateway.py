@@ -356,6 +356,7 @@ class Gateway:
         self.upstream.forget(worker)
         self.refresh.forget(worker)
         self.metrics.forget(worker)
+        self.tokenizers.keep(self.fleet.pools)
 
     async def _flush_log(self, log: RequestLog) -> None:
         while True:

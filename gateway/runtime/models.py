@@ -6,7 +6,8 @@ Rules:
    the engine was started with).
 3. Without a tokenizer a model is still served: token prompts are exact, others go by their text. It is looked for again
    at each probe of its workers: a directory may be mounted or completed later.
-4. With `tokenize_at` no tokenizer is read: engines tell the token ids (`upstream.tokenizing`).
+4. What was found lasts as long as somebody serves the model: who serves the name next may have other files.
+5. With `tokenize_at` no tokenizer is read: engines tell the token ids (`upstream.tokenizing`).
 
 Loading reads files and takes up to seconds for a large vocabulary, so it happens in a thread before a worker joins.
 """
@@ -14,7 +15,7 @@ Loading reads files and takes up to seconds for a large vocabulary, so it happen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -90,6 +91,14 @@ class Tokenizers:
         self._hashers.update(found | hashers)
         self._wanting -= hashers.keys()
         self._tried.clear()
+
+    def keep(self, served: Container[str]) -> None:
+        """Forget what was found for names that are not served any more (rule 4)."""
+        gone = {name for name in self._hashers if name not in served and not self._is_told(name)}
+        for name in gone:
+            del self._hashers[name]
+        self._wanting -= gone
+        self._tried = {place: seen for place, seen in self._tried.items() if place[0] not in gone}
 
     def _is_told(self, name: str) -> bool:
         """The configuration says how its prompts are cut."""

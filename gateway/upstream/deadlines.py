@@ -58,11 +58,14 @@ class Deadlines:
         self._timer = None
         if not self._watched:
             return
-        # Armed before anybody is told, so that one failing object cannot stop the others' deadlines.
         self._arm()
         now = self._clock()
         for watched in [w for w in self._watched if w.deadline <= now]:
-            watched.overdue(now)
+            try:
+                watched.overdue(now)
+            except Exception as error:  # noqa: BLE001  a bug of one must not keep the others waiting; it is logged
+                told = {"message": "a deadline could not be told", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(told)
 
     def _arm(self) -> None:
         loop = asyncio.get_running_loop()

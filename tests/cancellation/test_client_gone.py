@@ -39,10 +39,7 @@ async def test_while_the_worker_has_not_begun(stream: bool, leaving: str) -> Non
 @both_loops
 async def test_in_the_middle_of_a_stream() -> None:
     async with relay(silent) as r:
-        client = await r.client()
-        client.send(post(ask(stream=True)))
-        call = await r.workers[0].call()
-        call.begin_stream(TOKEN)
+        client, call = await r.streaming(TOKEN)
         await client.head()
         assert await client.chunk() == TOKEN
         client.abort()

@@ -321,6 +321,14 @@ class RelayRig:
         self.clients.append(client)
         return client
 
+    async def streaming(self, *events: bytes) -> tuple[RawClient, Call]:
+        """A client whose stream the first worker has begun, and the worker's end of it; the first request there is."""
+        client = await self.client()
+        client.send(post(ask(stream=True)))
+        call = await self.workers[0].call()
+        call.begin_stream(*events)
+        return client, call
+
     async def ask(self, raw: bytes) -> Answer:
         """One request on a connection of its own."""
         client = await self.client()

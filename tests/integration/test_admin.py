@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import findings
 from gateway.admin.app import admin_app
+from gateway.admin.guard import MOST_BODY_BYTES
 from gateway.admin.state_answers import ConfigAnswer, Readiness
 from gateway.admin.views import AdminSettings, AdminViews
 from gateway.admission import Admission
@@ -648,6 +649,30 @@ async def test_a_web_page_cannot_add_a_worker_by_a_plain_form(client: httpx.Asyn
 
 
 # --------------------------------------------------------------------------- access and errors
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+async def test_a_long_body_is_refused_before_it_is_read_whoever_sends_it(gateway: Gateway, chunked: bool) -> None:
+    """The body of a request comes before its token is looked at."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(16):
+            yield b" " * 65_536
+
+    async with admin(gateway, token="t") as client:
+        body = pieces() if chunked else b" " * 1_000_000
+        answer = await client.post("/admin/workers", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+        assert error_of(answer)["code"] == "payload_too_large"
+        # `explain` has a limit of its own, behind the token.
+        explained = await client.post("/admin/explain", content=b" " * 90_000)
+        assert explained.status_code == 401
+        auth = {"authorization": "Bearer t"}
+        asked = completion([7] * 26_000)
+        assert len(asked) > MOST_BODY_BYTES
+        path = {"path": "/v1/completions"}
+        explained = await client.post("/admin/explain", params=path, content=asked, headers=auth)
+        assert explained.status_code == 200
 
 
 async def test_the_token_guards_all_but_the_probes(gateway: Gateway) -> None:

@@ -186,3 +186,16 @@ async def _workers_of(http: httpx.AsyncClient, admin: str) -> set[str]:
     text = (await http.get(admin + "/metrics")).text
     families = text_string_to_metric_families(text)
     return {sample.labels["worker"] for family in families for sample in family.samples if "worker" in sample.labels}
+
+
+async def test_the_tokenizer_of_a_model_goes_with_its_last_worker() -> None:
+    async with rig(2) as r:
+        tokenizers, workers = r.gateway.tokenizers, f"{r.ports.admin_url}/admin/workers"
+        assert tokenizers.find("demo") is not None
+        assert (await r.http.delete(f"{workers}/w1")).status_code == 204
+        assert tokenizers.find("demo") is not None
+        assert (await r.http.delete(f"{workers}/w2")).status_code == 204
+        assert tokenizers.find("demo") is None
+        answer = await r.http.post(workers, json={"url": r.engine("w1").url, "name": "again"})
+        assert answer.status_code == 201, answer.text
+        assert tokenizers.find("demo") is not None

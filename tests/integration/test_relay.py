@@ -181,10 +181,7 @@ async def test_receipts() -> None:
 async def test_events_come_one_by_one() -> None:
     """Each chunk is with the client before the worker sends the next."""
     async with relay(silent) as r:
-        client = await r.client()
-        client.send(post(ask(stream=True)))
-        call = await r.workers[0].call()
-        call.begin_stream()
+        client, call = await r.streaming()
         for number in range(5):
             event = b'data: {"n":%d}\n\n' % number
             call.events(event)
@@ -204,10 +201,7 @@ async def test_events_come_one_by_one() -> None:
 @both_loops
 async def test_an_event_split_inside_a_character_over_segments() -> None:
     async with relay(silent) as r:
-        client = await r.client()
-        client.send(post(ask(stream=True)))
-        call = await r.workers[0].call()
-        call.begin_stream()
+        client, call = await r.streaming()
         chunk = b"%x\r\n%b\r\n" % (len(TOKEN), TOKEN)
         for at in range(len(chunk)):
             call.send(chunk[at : at + 1])

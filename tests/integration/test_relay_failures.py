@@ -354,10 +354,7 @@ async def test_a_broken_plain_answer_is_cut() -> None:
 @both_loops
 async def test_a_stream_may_last_as_long_as_it_moves() -> None:
     async with relay(silent, timeouts=Timeouts(idle_s=0.4)) as r:
-        client = await r.client()
-        client.send(post(ask(stream=True)))
-        call = await r.workers[0].call()
-        call.begin_stream(TOKEN)
+        client, call = await r.streaming(TOKEN)
         await client.head()
         assert await client.chunk() == TOKEN
         for _ in range(12):
@@ -373,10 +370,7 @@ async def test_a_stream_may_last_as_long_as_it_moves() -> None:
 @both_loops
 async def test_the_total_limit_ends_even_a_moving_stream() -> None:
     async with relay(silent, timeouts=Timeouts(total_s=0.3)) as r:
-        client = await r.client()
-        client.send(post(ask(stream=True)))
-        call = await r.workers[0].call()
-        call.begin_stream(TOKEN)
+        client, call = await r.streaming(TOKEN)
         await client.head()
         while not call.gone.is_set():
             call.events(TOKEN)

@@ -85,10 +85,7 @@ async def test_large_bodies_pass_unchanged_and_connections_are_kept(tls: Tls) ->
 @both_loops
 async def test_a_stream_comes_event_by_event(tls: Tls) -> None:
     async with relay(silent, tls=tls) as r:
-        client = await r.client()
-        client.send(post(ask(stream=True)))
-        call = await r.workers[0].call()
-        call.begin_stream()
+        client, call = await r.streaming()
         for number in range(20):
             event = b'data: {"n":%d}\n\n' % number
             call.events(event)
@@ -147,10 +144,7 @@ async def test_a_client_that_leaves_takes_its_worker_along(tls: Tls) -> None:
 @both_loops
 async def test_a_worker_that_breaks_is_told(tls: Tls) -> None:
     async with relay(silent, tls=tls) as r:
-        client = await r.client()
-        client.send(post(ask(stream=True)))
-        call = await r.workers[0].call()
-        call.begin_stream(b'data: {"choices":[]}\n\n')
+        client, call = await r.streaming(b'data: {"choices":[]}\n\n')
         await client.head()
         call.abort()
         assert b"worker_broken" in await client.rest()

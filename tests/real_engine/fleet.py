@@ -18,6 +18,8 @@ from gateway.settings import Settings
 from tests.integration.rig import until
 from tests.real_engine.engines import MODEL, Engine
 
+TEXT = "You answer questions about the Python standard library. Name the module, then the function. " * 12
+
 
 @dataclass
 class Fleet:
@@ -50,6 +52,18 @@ class Fleet:
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         return int(answer.headers["x-kvgate-predicted-tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    async def check_text_and_chats(self) -> None:
+        """What is predicted of a text and of a chat is delivered, and a chat is not the text it holds."""
+        messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "In 2026, what's in os.path?"}]
+        await self.warm(prompt=TEXT)
+        predicted, delivered = await self.ask(prompt=TEXT + "And pathlib?")
+        assert predicted == delivered > 0
+        before = self.blocks
+        assert (await self.ask("/v1/chat/completions", messages=messages))[1] == 0
+        await until(lambda: self.blocks > before)
+        predicted, delivered = await self.ask("/v1/chat/completions", messages=messages)
+        assert predicted == delivered > 0
 
 
 @asynccontextmanager

@@ -22,8 +22,6 @@ from tests.real_engine.tiny_model import write_adapter, write_model
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(3600)]
 
-TEXT = "You answer questions about the Python standard library. Name the module, then the function. " * 12
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -76,16 +74,8 @@ async def test_a_longer_prompt_and_one_that_parts(engine: Engine, directory: Pat
 
 
 async def test_text_and_chats(engine: Engine, directory: Path) -> None:
-    messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "In 2026, what's in os.path?"}]
     async with fleet(engine, directory) as f:
-        await f.warm(prompt=TEXT)
-        predicted, delivered = await f.ask(prompt=TEXT + "And pathlib?")
-        assert predicted == delivered > 0
-        before = f.blocks
-        assert (await f.ask("/v1/chat/completions", messages=messages))[1] == 0
-        await until(lambda: f.blocks > before)
-        predicted, delivered = await f.ask("/v1/chat/completions", messages=messages)
-        assert predicted == delivered > 0
+        await f.check_text_and_chats()
 
 
 async def test_a_restart_of_the_gateway_learns_by_replay(engine: Engine, directory: Path) -> None:

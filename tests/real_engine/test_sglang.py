@@ -12,7 +12,6 @@ import pytest
 from tests.integration.rig import until
 from tests.real_engine.engines import Engine, EngineSetup, running_sglang, sglang
 from tests.real_engine.fleet import fleet, prompt
-from tests.real_engine.test_identity import TEXT
 from tests.real_engine.tiny_model import write_model
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(3600)]
@@ -52,16 +51,8 @@ async def test_longer_prompts_and_nodes_that_split(engine: Engine, directory: Pa
 
 
 async def test_text_and_chats(engine: Engine, directory: Path) -> None:
-    messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "In 2026, what's in os.path?"}]
     async with fleet(engine, directory) as f:
-        await f.warm(prompt=TEXT)
-        predicted, delivered = await f.ask(prompt=TEXT + "And pathlib?")
-        assert predicted == delivered > 0
-        before = f.blocks
-        assert (await f.ask("/v1/chat/completions", messages=messages))[1] == 0
-        await until(lambda: f.blocks > before)
-        predicted, delivered = await f.ask("/v1/chat/completions", messages=messages)
-        assert predicted == delivered > 0
+        await f.check_text_and_chats()
 
 
 async def test_salts(engine: Engine, directory: Path) -> None:

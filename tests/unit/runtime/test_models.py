@@ -86,3 +86,23 @@ async def test_what_cannot_be_read_is_not_read_again_and_again(tmp_path: Path, m
     for _ in range(3):
         await made.prepare(spec, facts)
     assert len(loads) == 1
+
+
+async def test_who_serves_a_name_next_may_have_another_tokenizer(tmp_path: Path) -> None:
+    words = {"model": {"type": "WordLevel", "vocab": {"u": 0}, "unk_token": "u"}}
+    before, after = tmp_path / "before", tmp_path / "after"
+    for directory in (before, after):
+        directory.mkdir()
+        (directory / "tokenizer.json").write_text(json.dumps(words))
+    made = tokenizers(ModelSettings(name="told", tokenizer=before))
+    made.load_configured()
+    spec, facts = WorkerSpec(WorkerId("w1"), "http://w1:8000"), WorkerFacts(EngineKind.VLLM, "1", ("m",))
+    first = await made.prepare(spec, replace(facts, root=str(before)))
+    made.keep({"m"})
+    assert made.find("m") is first is not None
+    made.keep(())
+    assert made.find("m") is None
+    assert made.find("told") is not None  # the configuration's stays
+    second = await made.prepare(spec, replace(facts, root=str(after)))
+    assert second is made.find("m") is not None
+    assert second is not first

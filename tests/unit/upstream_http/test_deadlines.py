@@ -59,6 +59,27 @@ async def test_one_that_fails_does_not_stop_the_others() -> None:
         deadlines.forget(thing)
 
 
+async def test_one_that_fails_at_every_tick_keeps_nobody_from_the_same_tick() -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
+
+    class Failing(Thing):
+        def overdue(self, now: float) -> None:
+            self.told.append(now)
+            raise RuntimeError("seeded")
+
+    deadlines = Deadlines(lambda: 1.0, tick_s=0.001)
+    failing, others = [Failing(0.0) for _ in range(8)], [Thing(0.0) for _ in range(8)]
+    for thing in (*failing, *others):
+        deadlines.watch(thing)
+    async with asyncio.timeout(10):
+        while not failures:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert all(thing.told for thing in others)
+    for thing in (*failing, *others):
+        deadlines.forget(thing)
+
+
 async def test_no_timer_runs_for_nothing() -> None:
     deadlines = Deadlines(lambda: 0.0, tick_s=0.001)
     thing = Thing(5.0)
