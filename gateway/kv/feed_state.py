@@ -33,11 +33,8 @@ new connection), and calls `on_tick` when `deadline` has passed.
 
 from __future__ import annotations
 
-from collections import deque
-
 from xxhash import xxh3_64_intdigest
 
-from gateway.kv.events import batch_time, first_number
 from gateway.kv.feed_doubts import Doubts
 from gateway.kv.feed_words import (
     Action,
@@ -50,7 +47,8 @@ from gateway.kv.feed_words import (
     Preview,
     Purge,
 )
-from gateway.kv.replay import Asking, Backlog, For, Mark
+from gateway.kv.position import Position
+from gateway.kv.replay import Asking, Backlog, For
 from gateway.records import TrustState
 
 _WAITING = (FeedPhase.STARTING, FeedPhase.REPLAYING, FeedPhase.REPAIRING)
@@ -64,20 +62,12 @@ class FeedState:
 
     __slots__ = (
         "_asks",
-        "_base",
+        "_at",
         "_buffer",
         "_doubts",
-        "_gap_before",
         "_heard",
-        "_last_live",
         "_limits",
-        "_lives",
-        "_mark",
-        "_newest_ts",
-        "_next",
-        "_oldest_ts",
         "_previewing",
-        "_whole",
         "counters",
         "phase",
     )
@@ -90,6 +80,7 @@ class FeedState:
         self._heard = False  # the engine has said something: a batch, or the end of a replay
         self._doubts = Doubts(self._limits)
         self._buffer = Backlog(self._limits)
+        self._at = Position(remembered=self._limits.remembered_batches)
         self._forget()
 
     def _forget(self) -> None:
@@ -98,15 +89,7 @@ class FeedState:
         self._previewing = False
         self._asks.brought = False
         self._asks.proof = None
-        self._next = 0
-        self._base = 0  # batches before it count no more
-        self._gap_before: int | None = None  # the batch that showed the gap counted last
-        self._mark: Mark | None = None  # the last batch applied
-        self._last_live: int | None = None
-        self._lives: deque[tuple[float, int]] = deque(maxlen=self._limits.remembered_batches)  # what came live when
-        self._oldest_ts: float | None = None
-        self._newest_ts: float | None = None
-        self._whole = True
+        self._at.forget()
         self._doubts.forget()
 
     @property
@@ -134,7 +117,7 @@ class FeedState:
     @property
     def expected(self) -> int:
         """The next sequence number to apply; 0 while nothing was applied."""
-        return self._next
+        return self._at.next
 
     @property
     def asking(self) -> bool:
@@ -166,12 +149,12 @@ class FeedState:
         """The subscription is connected: fetch what was published before it. Called again: it was connected anew."""
         if self.phase is FeedPhase.STARTING or not self._heard:
             self._asks.afresh()
-            if self._mark is not None and self._asks.possible:
+            if self._at.mark is not None and self._asks.possible:
                 self.phase = FeedPhase.REPLAYING
                 return self._ask(For.CHECK, now)
             return self._begin(now)
         self.counters.reconnects += 1
-        if self._mark is None or self.phase is FeedPhase.REPLAYING:
+        if self._at.mark is None or self.phase is FeedPhase.REPLAYING:
             return self._start_over("reconnect", now)
         self._doubts.why = "reconnected"
         return self._ask(For.CHECK, now) if self._asks.may(now) else []
@@ -179,23 +162,18 @@ class FeedState:
     def resume(self, point: FeedPoint) -> None:
         """Go on from a point that another process has reached: what it had applied by then is in the index. To be
         called before the feed is opened. As after a reconnection, the engine must show the same last batch."""
-        self._mark = Mark(point.seq, point.digest)
-        self._next = point.seq + 1
-        self._oldest_ts, self._newest_ts = point.oldest_ts, point.newest_ts
+        self._at.resume(point)
         self._doubts.why = "reconnected"
 
     @property
     def point(self) -> FeedPoint | None:
         """How far the feed has come, for `resume`; None while history is missing or doubted."""
-        mark = self._mark
-        if mark is None or mark.seq + 1 != self._next or self.trust is not TrustState.TRUSTED:
-            return None
-        return FeedPoint(mark.seq, mark.digest, self._oldest_ts, self._newest_ts)
+        return self._at.point if self.trust is TrustState.TRUSTED else None
 
     def resync(self, now: float) -> list[Action]:
         """Forget the rank and learn it anew, as far as the engine still knows its history."""
         if self.phase is FeedPhase.STARTING:
-            actions = self._purge("resync") if self._mark is not None else []
+            actions = self._purge("resync") if self._at.mark is not None else []
             self._forget()
             return actions
         return self._start_over("resync", now, whole=self._asks.possible)
@@ -207,17 +185,16 @@ class FeedState:
             return []
         actions = self._purge("contradicted")
         self._doubts.expect_unknown_removals(now)
-        first = next((seq for at, seq in self._lives if at >= since), self._next)
-        if first < self._next and self._asks.may(now):
-            self._next = self._base = first
-            self._mark = None
+        first = self._at.first_live(since)
+        if first < self._at.next and self._asks.may(now):
+            self._at.back_to(first)
             self.phase = FeedPhase.REPAIRING
             actions += self._ask(For.REPAIR, now)
         return actions
 
     def on_process_started(self, at_unix: float, now: float) -> list[Action]:
         """The worker's process started at `at_unix`, by its own clock. Nothing to do when all we hold is newer."""
-        if self._oldest_ts is None or self._oldest_ts >= at_unix - _CLOCK_S:
+        if self._at.oldest_ts is None or self._at.oldest_ts >= at_unix - _CLOCK_S:
             return []
         self.counters.resets += 1
         return self._start_over("restart", now, whole=self._asks.possible)
@@ -227,18 +204,17 @@ class FeedState:
         self._heard = True
         self._doubts.heard_live(now)
         actions: list[Action] = []
-        last, self._last_live = self._last_live, seq
-        if (last is not None and seq <= last) or (seq < self._next and self._is_newer(payload)):
+        if self._at.is_of_another_process(seq, payload):
             self.counters.resets += 1
             actions = self._purge("restart")
             self._forget()
             self._settle()
-            self._last_live = seq
-        elif seq < self._next:
+        elif seq < self._at.next:
+            self._at.last_live = seq
             self.counters.duplicates += 1  # a replay was faster
             return []
-        self._lives.append((now, seq))
-        if self.phase not in _WAITING and self._follows(seq, payload):
+        self._at.came_live(seq, now)
+        if self.phase not in _WAITING and self._at.follows(seq, payload):
             actions.append(self._apply(seq, payload, now))
             return actions
         fits = self._buffer.keep(seq, payload)
@@ -258,7 +234,7 @@ class FeedState:
         self._asks.heard(now)
         actions: list[Action] = []
         if self._asks.purpose is For.PROBE:
-            if seq >= self._base and self._mark is not None:
+            if seq >= self._at.base and self._at.mark is not None:
                 self._settle()  # the engine has no more than we have
                 return []
             actions += self._purge("relearn")
@@ -273,17 +249,17 @@ class FeedState:
                 actions += self._begins_at(seq)
             else:
                 self._doubts.same_process()
-        if seq < self._next:
+        if seq < self._at.next:
             self.counters.duplicates += 1
             return actions
-        if not self._follows(seq, payload):
+        if not self._at.follows(seq, payload):
             if self._asks.brought:
                 # A hole inside the replay: replies were dropped on the way, or the engine lost a batch for good. The
                 # next request tells which: it brings the number, or begins above it.
                 return actions + self._ask(self._asks.purpose or For.REPAIR, now, continued=True)
             if self._buffer and self._buffer.first.seq < seq:
                 # What came live reaches further back than the engine's own history.
-                if not self._follows(*self._buffer.first):
+                if not self._at.follows(*self._buffer.first):
                     actions += self._begins_at(self._buffer.first.seq)
                 self._asks.brought = True
                 return actions + self._complete(now)
@@ -292,7 +268,7 @@ class FeedState:
         self._asks.afresh()
         self._doubts.heard()
         actions.append(self._apply(seq, payload, now))
-        if self._buffer and self._buffer.first.seq <= self._next:  # what follows has come live
+        if self._buffer and self._buffer.first.seq <= self._at.next:  # what follows has come live
             self._rest_phase()
             actions += self._drain(now)
         return actions
@@ -317,7 +293,7 @@ class FeedState:
         actions: list[Action] = []
         if self._doubts.falls_silent(now):
             self.counters.silences += 1
-            if self._mark is not None and self._asks.may(now) and self._asks.purpose in (None, For.PROBE):
+            if self._at.mark is not None and self._asks.may(now) and self._asks.purpose in (None, For.PROBE):
                 actions += self._ask(For.CHECK, now)
         if self._asks.at is not None and now >= self._asks.at:
             self._asks.at = None
@@ -343,20 +319,20 @@ class FeedState:
 
     def on_cleared(self, seq: int, now: float) -> list[Action]:
         """The batch being applied or previewed contains a clear."""
-        if seq < self._base:
+        if seq < self._at.base:
             return []
-        self._base = seq
+        self._at.base = seq
         self._doubts.forget_removals()
-        if seq < self._next:  # it is applied in its turn
-            self._whole = True
+        if seq < self._at.next:  # it is applied in its turn
+            self._at.whole = True
             if self.phase is FeedPhase.LOST:
                 self._settle()
             return []
         self._buffer.drop_before(seq)
         if not self._buffer or self._buffer.first.seq != seq:
             return []
-        self._next = seq
-        self._whole = True
+        self._at.next = seq
+        self._at.whole = True
         self._doubts.why = None
         self._settle()
         return self._drain(now)
@@ -373,7 +349,7 @@ class FeedState:
     def on_undecodable(self) -> list[Action]:
         """The payload of the latest `Apply` was no batch of events. What it said is lost, removals perhaps."""
         self.counters.errors += 1
-        actions = self._lose("undecodable", self._next)
+        actions = self._lose("undecodable", self._at.next)
         if self.phase is FeedPhase.LIVE:
             self.phase = FeedPhase.LOST
         return actions
@@ -381,7 +357,7 @@ class FeedState:
     # ------------------------------------------------------------------ asking
 
     def _ask(self, purpose: For, now: float, *, continued: bool = False) -> list[Action]:
-        return self._asks.ask(purpose, now, missing=self._next, last=self._mark, continued=continued)
+        return self._asks.ask(purpose, now, missing=self._at.next, last=self._at.mark, continued=continued)
 
     def _in_vain(self, now: float, *, at_once: bool = True) -> list[Action]:
         """A try brought nothing: try again, slower, or give up."""
@@ -393,8 +369,8 @@ class FeedState:
             return []
         self.counters.replays["timed_out"] += 1
         asks.give_up(now)
-        if not self._next:
-            self._whole = False
+        if not self._at.next:
+            self._at.whole = False
         self._settle()
         actions = self._drain(now)
         if self.phase is FeedPhase.LOST:
@@ -403,7 +379,7 @@ class FeedState:
 
     def _complete(self, now: float) -> list[Action]:
         """The replay brought what there was."""
-        if self._whole:
+        if self._at.whole:
             self.counters.replays["complete"] += 1
         self._asks.done()
         self._settle()
@@ -417,7 +393,7 @@ class FeedState:
         self._rest_phase()
 
     def _rest_phase(self) -> None:
-        self.phase = FeedPhase.LIVE if self._whole else FeedPhase.LOST
+        self.phase = FeedPhase.LIVE if self._at.whole else FeedPhase.LOST
 
     def _begin(self, now: float) -> list[Action]:
         if not self._asks.possible:
@@ -429,25 +405,21 @@ class FeedState:
     def _start_over(self, reason: str, now: float, *, whole: bool = True) -> list[Action]:
         actions = self._purge(reason)
         self._forget()
-        self._whole = whole
+        self._at.whole = whole
         self._asks.afresh()
         return actions + self._begin(now)
-
-    def _follows(self, seq: int, payload: bytes) -> bool:
-        """Whether nothing is missing before this batch."""
-        return seq == self._next or (not self._next and seq == first_number(payload))
 
     def _drain(self, now: float) -> list[Action]:
         """Apply what waits, as far as nothing is missing before it or nothing can be done about it."""
         actions: list[Action] = []
         while self._buffer:
             seq, payload = self._buffer.first
-            if seq > self._next and not self._follows(seq, payload):
+            if seq > self._at.next and not self._at.follows(seq, payload):
                 actions += self._missing(seq, now)
                 if self.phase in _WAITING:
                     return actions
             self._buffer.take()
-            if seq >= self._next:
+            if seq >= self._at.next:
                 actions.append(self._apply(seq, payload, now))
         if self._previewing:
             self._previewing = False
@@ -456,11 +428,11 @@ class FeedState:
 
     def _missing(self, seq: int, now: float) -> list[Action]:
         """Batches before this one, which has come live, are missing."""
-        at_start = not self._next
-        new = not at_start and seq != self._gap_before
-        self._gap_before = seq
+        at_start = not self._at.next
+        new = not at_start and seq != self._at.gap_before
+        self._at.gap_before = seq
         self.counters.gaps += new
-        if self._asks.may(now) and (self._whole or not at_start):
+        if self._asks.may(now) and (self._at.whole or not at_start):
             self.phase = FeedPhase.REPLAYING if at_start else FeedPhase.REPAIRING
             if self._asks.purpose in (None, For.PROBE):
                 return self._ask(For.START if at_start else For.REPAIR, now)
@@ -472,23 +444,18 @@ class FeedState:
         return actions
 
     def _apply(self, seq: int, payload: bytes, now: float) -> Action:
-        if self._asks.proof is None and seq == self._next:
+        if self._asks.proof is None and seq == self._at.next:
             self._doubts.same_process()
-        if not self._next and not self._whole and self._follows(seq, payload):
-            self._whole = True  # the first batch of a process, whatever was lost of another one
+        if not self._at.next and not self._at.whole and self._at.follows(seq, payload):
+            self._at.whole = True  # the first batch of a process, whatever was lost of another one
             if self.phase is FeedPhase.LOST:
                 self.phase = FeedPhase.LIVE
-        self._next = seq + 1
         # A check that is tried again must not ask for what came after the doubt.
-        if self._asks.purpose is not For.CHECK:
-            self._mark = Mark(seq, xxh3_64_intdigest(payload))
+        ts = self._at.applied(seq, payload, marks=self._asks.purpose is not For.CHECK)
         self.counters.batches += 1
         self.counters.last_applied_at = now
-        ts = batch_time(payload)
         if ts is not None:
-            self._newest_ts = self.counters.last_event_unix = ts
-            if self._oldest_ts is None:
-                self._oldest_ts = ts
+            self.counters.last_event_unix = ts
         return Apply(seq, payload)
 
     def _begins_at(self, seq: int) -> list[Action]:
@@ -500,16 +467,11 @@ class FeedState:
 
     def _lose(self, reason: str, go_on_from: int) -> list[Action]:
         """History up to `go_on_from` is gone: what was applied may be wrong by now, so it goes, if there is any."""
-        actions = self._purge(reason) if self._mark is not None else []
-        self._whole = False
-        self._next = self._base = go_on_from
-        self._mark = self._asks.proof = self._oldest_ts = None
+        actions = self._purge(reason) if self._at.mark is not None else []
+        self._at.lose(go_on_from)
+        self._asks.proof = None
         return actions
 
     def _purge(self, reason: str) -> list[Action]:
         self.counters.purges[reason] += 1
         return [Purge(reason)]
-
-    def _is_newer(self, payload: bytes) -> bool:
-        ts = batch_time(payload)
-        return self._newest_ts is not None and ts is not None and ts > self._newest_ts
