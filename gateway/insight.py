@@ -215,8 +215,7 @@ class PrefixInsight:
             if last is not None:
                 last.children += 1
             last = cuts[key ^ seed] = cut
-        while len(cuts) > self._max_cuts:
-            self._make_room()
+        self._make_room()
 
     def applications(self) -> list[ApplicationSeen]:
         """All that are remembered, those with most prompt tokens first."""
@@ -227,7 +226,7 @@ class PrefixInsight:
                 requests=one.requests,
                 prompt_tokens=one.prompt_tokens,
                 shared_tokens=one.shared_tokens,
-                stable_tokens=self._cuts[one.stable].tokens if one.stable is not None else None,
+                stable_tokens=None if (stable := self._stable(one)) is None else stable.tokens,
                 drifted=one.drifted,
                 drift_tokens=one.drift_tokens,
                 positions=tuple(one.positions),
@@ -251,7 +250,7 @@ class PrefixInsight:
         if last.epoch != application.epoch:
             last.reuse, last.epoch = last.now(), application.epoch
         last.reuse += 1.0
-        stable = None if application.stable is None else self._cuts[application.stable]
+        stable = self._stable(application)
         if (
             stable is not last
             and last.reuse >= max(_STABLE_LEAST, _STABLE_SHARE * application.faded)
@@ -269,17 +268,26 @@ class PrefixInsight:
             one.positions[position] += 1
         totals.position_tokens += last.tokens
 
+    def _stable(self, application: _Application) -> _Cut | None:
+        """By name, so that no cycle keeps either; None too when the cut is gone, or another's that is gone took its
+        place."""
+        return None if application.stable is None else self._cuts.get(application.stable)
+
     def _make_room(self) -> None:
-        """One cut goes (rule 4)."""
-        cuts = self._cuts
-        for _ in range(_ROUNDS):
-            key, cut = cuts.popitem(last=False)
-            if not cut.children and cut.reuse < 1.0:
-                self._left(key, cut)
-                return
-            cut.reuse /= 2.0
-            cuts[key] = cut
-        self._left(*cuts.popitem(last=False))
+        """As many cuts go as are too many (rule 4): each new prompt comes here once the gateway has run for a while."""
+        cuts, most = self._cuts, self._max_cuts
+        oldest = cuts.popitem
+        while len(cuts) > most:
+            for _ in range(_ROUNDS):
+                name, cut = oldest(last=False)
+                if not cut.children and cut.reuse < 1.0:
+                    break
+                if cut.reuse:
+                    cut.reuse /= 2.0
+                cuts[name] = cut
+            else:
+                name, cut = oldest(last=False)
+            self._left(name, cut)
 
     @staticmethod
     def _left(name: int, cut: _Cut) -> None:
