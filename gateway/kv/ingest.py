@@ -190,7 +190,7 @@ class Placement:
             worker.blocks[0] -= 1
         worker.blocks[0] += 1
         if worker.promises.held:
-            worker.promises.confirm((key,))
+            worker.promises.confirm_one(key)
         if worker.counted:
             table.chunks.stored(parent, event.hashes)
         return True
@@ -373,7 +373,7 @@ class Placement:
         worker.blocks[tier] -= 1
         if tier == 0:
             if worker.promises.held:
-                worker.promises.confirm((key,))
+                worker.promises.confirm_one(key)
             if self.windows.masks:
                 self.windows.unmark(key, bit)
         if tier and not any(worker.blocks[1:]):

@@ -173,6 +173,28 @@ class Promises:
             else:
                 self._split(stretch, stretch.start + stretch.keys.index(keys[at]))
 
+    def confirm_one(self, key: BlockKey) -> None:
+        """`confirm` of one block, for engines that announce them so: mostly the next one of a stretch."""
+        by_key = self._keys() if self._pending else self._by_key
+        stretch = by_key.get(key)
+        if stretch is None:
+            return
+        start = stretch.start
+        if start + 1 == stretch.end or stretch.chain[start - stretch.base] != key:
+            self.confirm((key,))
+            return
+        self._unlead(stretch)
+        self._move(stretch)
+        del by_key[key]
+        self.held -= 1
+        stretch.start = start = start + 1
+        here = self._starts.get(start)
+        if here is None:
+            self._starts[start] = {stretch: None}
+        else:
+            here[stretch] = None
+        self._lead(stretch)
+
     def remove(self, stretch: Stretch) -> None:
         """Nobody stands on the stretch any more."""
         if stretch.start == stretch.end:
@@ -222,17 +244,19 @@ class Promises:
 
     def _lead(self, stretch: Stretch) -> None:
         """Have it found by its first key that is not announced (rule 3)."""
-        masks, bit, chain = self._masks, self.bit, stretch.chain
-        at, end = stretch.start - stretch.base, stretch.end - stretch.base
-        while at < end and masks.get(chain[at], 0) & bit:
-            at += 1
-        if at + stretch.base > stretch.start:
+        first = stretch.first
+        if self._masks.get(first, 0) & self.bit:
+            masks, bit, chain = self._masks, self.bit, stretch.chain
+            at, end = stretch.start - stretch.base + 1, stretch.end - stretch.base
+            while at < end and masks.get(chain[at], 0) & bit:
+                at += 1
             self._shorten(stretch, at + stretch.base - stretch.start)
-        if at == end:
-            return
-        here = self._heads.get(chain[at])
+            if at == end:
+                return
+            first = chain[at]
+        here = self._heads.get(first)
         if here is None:
-            self._heads[chain[at]] = [stretch]
+            self._heads[first] = [stretch]
         else:
             here.append(stretch)
 
@@ -253,8 +277,8 @@ class Promises:
 
     def _shorten(self, stretch: Stretch, count: int) -> None:
         if stretch not in self._pending:
-            by_key = self._by_key
-            for key in stretch.keys[:count]:
+            by_key, at = self._by_key, stretch.start - stretch.base
+            for key in stretch.chain[at : at + count]:
                 del by_key[key]
         self.held -= count
         if count == stretch.end - stretch.start:
