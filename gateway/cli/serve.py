@@ -21,6 +21,8 @@ from gateway.runtime.interpreter import tune_interpreter
 from gateway.settings import DiscoverySettings
 from gateway.telemetry import set_up_logging
 
+_END = (signal.SIGTERM, signal.SIGINT)
+
 
 def run(sources: Sources) -> int:
     """Serve until a signal ends it; the exit code: 0 after a clean end, 2 when it cannot start."""
@@ -60,18 +62,21 @@ def allow_open_files() -> None:
 async def _serve(gateway: Gateway) -> None:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+
+    def end() -> None:
+        ended.set()
+        # A second signal ends the process the hard way, also while it still starts.
+        for number in _END:
+            loop.remove_signal_handler(number)
+
+    for number in _END:
+        loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, gateway.files.now)
     await gateway.start()
     tune_interpreter()
     try:
         await ended.wait()
     finally:
-        # A second signal ends the process the hard way.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):
-                loop.remove_signal_handler(number)
         await gateway.stop()
 
 

@@ -243,25 +243,31 @@ class LoadSettings(Section):
     )
 
 
+_SECRET_PART = re.compile(r"(?<=//).*(?=@)|^(?!\w+://).*(?=@)|(?<=[?#]).*", re.DOTALL)
+"""Of a URL: user and password, the query, the fragment."""
+
+
 def worker_url(value: str) -> str:
-    """A worker's base URL without a trailing slash. Raises ValueError saying what a right one looks like."""
+    """A worker's base URL without a trailing slash. Raises ValueError saying what a right one looks like;
+    who has written a password or a query into it does not find that in a log."""
+    shown = repr(_SECRET_PART.sub("...", value))
     if not _WRITTEN.fullmatch(value):  # what urlsplit would leave out, or resolvers stumble over
-        raise ValueError(f"{value!r} holds a character that no URL has; expected one like http://10.0.0.1:8000")
+        raise ValueError(f"{shown} holds a character that no URL has; expected one like http://10.0.0.1:8000")
     parts = urlsplit(value if "://" in value else f"http://{value}")
     try:
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"{value!r}: the port is no number from 1 to 65535") from error
+        raise ValueError(f"{shown}: the port is no number from 1 to 65535") from error
     if port == 0:
-        raise ValueError(f"{value!r}: the port is no number from 1 to 65535")
+        raise ValueError(f"{shown}: the port is no number from 1 to 65535")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{value!r} is no worker URL; expected one like http://10.0.0.1:8000")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{value!r}: give the base URL only, without path, query or user (http://10.0.0.1:8000)")
+        raise ValueError(f"{shown} is no worker URL; expected one like http://10.0.0.1:8000")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{shown}: give the base URL only, without path, query or user (http://10.0.0.1:8000)")
     try:
         parts.hostname.encode("idna")
     except UnicodeError as error:
-        raise ValueError(f"{value!r}: {parts.hostname!r} cannot be the name of a host ({error})") from error
+        raise ValueError(f"{shown}: {parts.hostname!r} cannot be the name of a host ({error})") from error
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
 

@@ -191,6 +191,26 @@ def test_worker_urls(given: str, url: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
+        "http://user:secret@h:8000",
+        "http://:secret@h:8000",
+        "http://user:sec/secret@h:8000",
+        "user:secret@h",
+        "http://user:secret @h",
+        "http://user:secret@h:99999999",
+        "http://h:8000?key=secret",
+        "http://h:8000/#secret",
+    ],
+)
+def test_a_secret_in_a_worker_url_is_refused_and_not_repeated(given: str) -> None:
+    """The text goes to the log and to the admin port."""
+    with pytest.raises(ValueError, match="h") as error:
+        worker_url(given)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
         "http://\0",
         "http://a\n",
         "http://a b",
