@@ -324,6 +324,15 @@ WORKERS = Dashboard(
                     stacked=True,
                 ),
                 Panel(
+                    "Second workers for late requests",
+                    "reqps",
+                    "By what became of the second; and late requests that got none, by reason.",
+                    (
+                        Query(sometimes(rate("kvgate_hedges_total", "outcome")), "{{outcome}}"),
+                        Query(sometimes(rate("kvgate_hedges_refused_total", "reason")), "none: {{reason}}"),
+                    ),
+                ),
+                Panel(
                     "Age of the load figures",
                     "s",
                     "Old ones are not used.",

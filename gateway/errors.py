@@ -189,6 +189,9 @@ WORKER_STATUS = "worker_status"
 WORKER_BUSY = "worker_busy"
 """Code of an attempt that a worker had no room for: 429, or 503 with Retry-After."""
 
+OVERTAKEN = "overtaken"
+"""Code of an attempt that was late, and whose second worker answered first."""
+
 
 class WorkerError(GatewayError):
     """The chosen worker failed before the first byte of its answer."""

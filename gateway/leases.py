@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.checks import Basis, Checks
+from gateway.errors import OVERTAKEN
 from gateway.insight import PrefixInsight
 from gateway.kv import KvIndex, Overlaps, Remembered, Speculation
-from gateway.pool import Fleet, Pool, Reservation, RetryBudget, Worker
+from gateway.pool import Fleet, Hedging, Kind, Pool, Reservation, RetryBudget, Worker
 from gateway.records import (
     Decision,
     Ending,
+    Hedged,
     InferenceRequest,
     Outcome,
     PrefixBlocks,
@@ -137,6 +139,8 @@ class Ledger:
         now = ending.ended_at
         self.open -= 1
         self._fleet.ended(booking.worker, ending, sent_at=booking.reservation.sent_at, credited=credited)
+        if ending.error_code == OVERTAKEN:
+            self._fleet.overtaken(booking.worker, booking.reservation, now)
         self._fleet.release(booking.worker, booking.reservation, now)
         self._retract(booking)
         if self.watcher is not None:
@@ -211,6 +215,33 @@ class Lease:
         """Its pool's."""
         return self._pool.retries
 
+    @property
+    def hedging(self) -> Hedging:
+        """Its pool's."""
+        return self._pool.hedging
+
+    @property
+    def kind(self) -> Kind:
+        """What the beginning of the answer waits for."""
+        reservation = self._booking.reservation
+        if reservation.streamed:
+            return Kind.STREAM
+        return Kind.TEXT if reservation.output_tokens else Kind.OTHER
+
+    @property
+    def sent_at(self) -> float:
+        """When it was made, seconds."""
+        return self._booking.reservation.sent_at
+
+    def expected_s(self) -> float:
+        """Seconds from then until the answer should begin, with the batch that its worker has now."""
+        reservation, rates = self._booking.reservation, self._pool.rates
+        seconds = reservation.wait_s + reservation.prefill_s
+        if self.kind is Kind.TEXT:
+            floor_s, each_s = rates.inter_token
+            seconds += reservation.output_tokens * (floor_s + each_s * self.worker.inflight_requests)
+        return seconds
+
     def first_byte(self, now: float) -> None:
         """The first body byte of a successful answer: for a stream, this request's prefill is over. Later calls, and
         calls after `settle`, change nothing."""
@@ -219,15 +250,23 @@ class Lease:
             self._credited = self._ledger.prefilled(self._booking, now)
             self._ledger.on_room()
 
-    def settle(self, ending: Ending, *, started_at: float, stages: StageTimes, retries: int = 0) -> Outcome:
+    def settle(
+        self,
+        ending: Ending,
+        *,
+        started_at: float,
+        stages: StageTimes,
+        retries: int = 0,
+        hedged: Hedged | None = None,
+    ) -> Outcome:
         """The request is over. Puts the in-flight numbers back, teaches the speeds and makes the outcome; once.
 
-        `started_at` is when the request reached the gateway, seconds.
+        `started_at` is when the request reached the gateway, seconds; `hedged` what became of its second copy.
         """
         if self._outcome is not None:
             return self._outcome
         self._ledger.close(self._booking, ending, credited=self._credited)  # first: nothing below may keep it open
-        outcome = self._outcome = self._record.outcome = self._make_outcome(ending, started_at, stages, retries)
+        outcome = self._outcome = self._record.outcome = self._make_outcome(ending, started_at, stages, retries, hedged)
         if ending.usage is not None and outcome.delivered_tokens is not None:
             self._ledger.reported(self._booking, ending.usage.prompt_tokens, outcome.delivered_tokens, ending.ended_at)
         self._learn(ending, outcome)
@@ -245,7 +284,9 @@ class Lease:
         if outcome.inter_token_s is not None:
             rates.learn_inter_token(float(self.worker.inflight_requests + 1), outcome.inter_token_s)
 
-    def _make_outcome(self, ending: Ending, started_at: float, stages: StageTimes, retries: int) -> Outcome:
+    def _make_outcome(
+        self, ending: Ending, started_at: float, stages: StageTimes, retries: int, hedged: Hedged | None
+    ) -> Outcome:
         decision, usage, request = self.decision, ending.usage, self._request
         # Of several prompts engines report one's cached tokens: nothing to hold against the prediction for all.
         delivered = usage.cached_tokens if usage is not None and _prompts(request) == 1 else None
@@ -276,6 +317,7 @@ class Lease:
             inter_token_s=_inter_token_s(ending, first_at, answers(request)) if request.stream else None,
             chunks=ending.chunks,
             retries=retries,
+            hedged=hedged,
             affinity=decision.affinity,
             mode=decision.mode,
             stages=stages,

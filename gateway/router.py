@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from types import MappingProxyType
 
+from msgspec import structs
+
 from gateway.checks import Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.insight import PrefixInsight
@@ -216,9 +218,11 @@ class Router:
         now: float,
         *,
         instead_of: Lease | None = None,
+        beside: Lease | None = None,
     ) -> Lease:
-        """Make a decision that was considered at this moment: nothing may have happened since."""
-        worker = choice.worker
+        """Make a decision that was considered at this moment: nothing may have happened since. `beside` is the lease on
+        a worker that has the request already, and keeps it and its session."""
+        worker, first = choice.worker, beside or instead_of
         reservation = Reservation(
             new_tokens=choice.new_tokens,
             cached_tokens=blocks.tokens - choice.new_tokens,
@@ -231,29 +235,36 @@ class Router:
         )
         booking = self._ledger.book(worker, reservation, blocks, choice.overlaps, now)
         rates, decision = choice.pool.rates, choice.decision
-        rates.learn_prompt(blocks.tokens)
+        if beside is not None:
+            decision = structs.replace(decision, beside=beside.worker.id, affinity=_beside(decision.affinity))
+        else:
+            rates.learn_prompt(blocks.tokens)
         if choice.idle_s and decision.predicted_tokens < decision.available_tokens:
             rates.settled_s = rates.waited_s  # a prefix is brought to an idle worker: that has to be earned again
-        if choice.decision.shard != choice.decision.home_shard:
+        if decision.shard != decision.home_shard:
             choice.pool.spilled += 1
-        if instead_of is None:
+        if first is None:
             choice.pool.retries.request(now)
-        if request.session is not None:
-            self.sessions.keep(request.session, worker.id, now)
-            if self._ledger.watcher is not None:
-                self._ledger.watcher.pinned(request.session, worker)
-        record = Recent(choice.decision)
+        if request.session is not None and beside is None:
+            self.pin(request.session, worker, now)
+        record = Recent(decision)
         self._recent.append(record)
         basis = self._checks.basis(
             worker,
-            choice.decision,
+            decision,
             blocks,
             booking.speculation,
             slow=choice.slow,
             text=choice.text,
-            instead_of=None if instead_of is None else instead_of.basis,
+            instead_of=None if first is None else first.basis,
         )
         return Lease(self._ledger, self._checks, booking, request, choice.pool, record, basis)
+
+    def pin(self, session: str, worker: Worker, now: float) -> None:
+        """The latest request of a session is with this worker."""
+        self.sessions.keep(session, worker.id, now)
+        if self._ledger.watcher is not None:
+            self._ledger.watcher.pinned(session, worker)
 
     def expire(self, now: float) -> None:
         """About every half second: what has a life time ends."""
@@ -385,6 +396,11 @@ def adapters_of(request: InferenceRequest, pool: Pool) -> tuple[str, ...]:
     if request.adapters:
         return tuple(dict.fromkeys(request.adapters))
     return () if pool.adapter is None else (pool.adapter,)
+
+
+def _beside(affinity: str) -> str:
+    """What became of a session whose worker is not `tried` and failed, but late."""
+    return "moved_late" if affinity == _MOVED["tried"] else affinity
 
 
 def _leading(blocks: PrefixBlocks) -> int | None:

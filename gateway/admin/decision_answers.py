@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from gateway.admin.answer import Answer, example
 from gateway.admission import WaitsFor
 from gateway.pool.misses import Forgone, forgone
-from gateway.records import Decision, MissCause, Outcome, Result
+from gateway.records import Decision, Hedged, MissCause, Outcome, Result
 
 if TYPE_CHECKING:
     from gateway.leases import Recent
@@ -80,6 +80,8 @@ class OutcomeAnswer(Answer):
     ttft_s: float | None
     duration_s: float
     retries: int
+    hedged: Hedged | None
+    """What became of its second copy: won (answered first), lost, failed, ended; null where there was none."""
     error_code: str | None
 
     @classmethod
@@ -95,6 +97,7 @@ class OutcomeAnswer(Answer):
             ttft_s=outcome.ttft_s,
             duration_s=outcome.ended_at - outcome.started_at,
             retries=outcome.retries,
+            hedged=outcome.hedged,
             error_code=outcome.error_code,
         )
 
@@ -129,6 +132,8 @@ class DecisionAnswer(Answer):
     """The shard that was asked; null where the pool is not split."""
     home_shard: int | None
     """The shard its prefix belongs to: another one when it spilled."""
+    beside: str | None
+    """Of a second copy: the worker that had the request already and was late."""
     age_s: float
     candidates: list[CandidateAnswer]
     excluded: list[tuple[str, str]]
@@ -162,6 +167,7 @@ class DecisionAnswer(Answer):
             affinity=decision.affinity,
             shard=decision.shard,
             home_shard=decision.home_shard,
+            beside=decision.beside,
             age_s=now - decision.decided_at,
             candidates=[
                 CandidateAnswer(

@@ -33,6 +33,8 @@ class PoolAnswer(Answer):
         panic=False,
         retries=0,
         retries_refused=0,
+        hedges={"won": 4, "lost": 1},
+        hedges_refused={"busy": 2},
         queued={"high": 0, "normal": 3, "low": 0},
         queued_tenants={"shop": 3},
         drain_s=1.4,
@@ -65,6 +67,10 @@ class PoolAnswer(Answer):
     """Retries of the last ten seconds."""
     retries_refused: int
     """Retries not made since the start, for want of budget."""
+    hedges: dict[str, int]
+    """Requests sent to a second worker since the start because the first was late, by what became of the second."""
+    hedges_refused: dict[str, int]
+    """Times that a late request was not, by reason."""
     queued: dict[str, int]
     """Requests that wait at the gateway, by priority class."""
     queued_tenants: dict[str, int]
@@ -100,6 +106,8 @@ class PoolAnswer(Answer):
             panic=pool.panic,
             retries=pool.retries.retried,
             retries_refused=pool.retries.refused,
+            hedges={kind.value: count for kind, count in pool.hedging.results.items()},
+            hedges_refused={reason.value: count for reason, count in pool.hedging.refused.items()},
             queued=dict(reading.queued) if reading is not None else {},
             queued_tenants=dict(reading.queued_tenants) if reading is not None else {},
             drain_s=reading.drain_s if reading is not None else 0.0,

@@ -54,6 +54,8 @@ def show_decision(out: Console, decision: DecisionAnswer) -> None:
             style="bold green" if chosen else None,
         )
     out.print(table)
+    if decision.beside is not None:
+        out.print(f"   a second copy: {escape(decision.beside)} has the request too and is late")
     for worker, reason in decision.excluded:
         out.print(f"   {escape(worker)}: not considered: {escape(reason)}")
     given_up = f", {decision.forgone_tokens} given up for {decision.forgone_for}" if decision.forgone_tokens else ""
@@ -65,10 +67,11 @@ def show_decision(out: Console, decision: DecisionAnswer) -> None:
         out.print(f"[yellow]it would wait at the gateway now[/]: {_WAITS_FOR[decision.would_wait]}")
     ended = decision.outcome
     if ended is not None:
+        hedged = f", second copy {ended.hedged}" if ended.hedged is not None else ""
         missed = f", missed {ended.missed_tokens} ({ended.miss_cause})" if ended.missed_tokens else ""
         out.print(
             f"ended: {ended.result} with {ended.status}, delivered hit {_tokens(ended.delivered_tokens)}{missed}, "
-            f"first byte after {seconds(ended.ttft_s)}, all of it {seconds(ended.duration_s)}"
+            f"first byte after {seconds(ended.ttft_s)}, all of it {seconds(ended.duration_s)}{hedged}"
         )
 
 

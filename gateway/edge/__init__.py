@@ -1,13 +1,14 @@
 """The client port: uvicorn's connections, with the inference paths spliced to the workers.
 
-Face: `Edge` with its `EdgeSettings` (`EdgeLimits` and `PhaseTimeouts` among them), `Keys` and the `Access` each gives,
-`client_protocol` for `uvicorn.Config(http=...)`, `client_app` for everything that is not inference, `Cors`,
-`request_id_maker`, `Shadows`.
+Face: `Edge` with its `EdgeSettings` (`EdgeLimits`, `PhaseTimeouts` and `HedgeRules` among them), `Keys` and the
+`Access` each gives, `client_protocol` for `uvicorn.Config(http=...)`, `client_app` for everything that is not
+inference, `Cors`, `request_id_maker`, `Shadows`.
 """
 
 from gateway.edge.app import client_app
 from gateway.edge.auth import Access, Keys
 from gateway.edge.gate import Edge, EdgeLimits, EdgeSettings, PhaseTimeouts, request_id_maker
+from gateway.edge.hedge import HedgeRules
 from gateway.edge.protocol import client_protocol
 from gateway.edge.responses import Cors
 from gateway.edge.shadow import Shadows
@@ -18,6 +19,7 @@ __all__ = [
     "Edge",
     "EdgeLimits",
     "EdgeSettings",
+    "HedgeRules",
     "Keys",
     "PhaseTimeouts",
     "Shadows",

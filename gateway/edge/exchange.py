@@ -257,6 +257,7 @@ class Exchange:
             started_at=notes.started_at,
             total_at=notes.started_at + total_s,
             stages=self._stages,
+            hedge=settings.hedges.of(request) if settings.hedges is not None else None,
         )
 
     def _pass_on(self, answer: AnswerHead) -> None:
@@ -435,7 +436,13 @@ class Exchange:
         if lease is None:
             outcome = notes.unplaced(ending, work)
         else:
-            outcome = lease.settle(ending, started_at=notes.started_at, stages=notes.stages(work), retries=work.retries)
+            outcome = lease.settle(
+                ending,
+                started_at=notes.started_at,
+                stages=notes.stages(work),
+                retries=work.retries,
+                hedged=work.hedged,
+            )
         if self._visit is not None:
             self._visit.settle(outcome)
         try:

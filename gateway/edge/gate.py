@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from gateway.admission import AdmissionSettings
 from gateway.edge.auth import Keys
+from gateway.edge.hedge import HedgeRules
 from gateway.edge.responses import Cors
 from gateway.edge.turns import Turns
 from gateway.errors import BadRequest
@@ -123,6 +124,8 @@ class EdgeSettings:
     session_field: str | None = None
     debug_token: bytes = field(default=b"", repr=False)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    hedges: HedgeRules | None = None
+    """When a late request gets a second worker; None: never."""
 
 
 class Edge:

@@ -274,6 +274,13 @@ class Fleet:
                 with self._moving(worker) as health:
                     health.failed(ending.ended_at, sent_at=sent_at, why=why, credited=credited)
 
+    def overtaken(self, worker: Worker, reservation: Reservation, now: float) -> None:
+        """Another worker has answered this late request, which is about to be released. To lose is no failure; to
+        answer nobody for so long is."""
+        if worker.overtaken(reservation, now):
+            with self._moving(worker) as health:
+                health.failed(now, sent_at=reservation.sent_at, why="silent")
+
     @contextmanager
     def _named(self, worker_id: WorkerId) -> Iterator[Health]:
         worker = self._workers.get(worker_id)

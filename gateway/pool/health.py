@@ -367,7 +367,7 @@ class RetryBudget:
 
     A retry may repeat work: without a bound, a pool whose workers fail for being overloaded gets up to
     1 + `retries.max` times the load that overloads it. Answers 429 and 503 with Retry-After cost a worker nothing, so
-    moving on to the next one is not charged.
+    moving on to the next one is not charged. Second copies of late requests are (`edge.hedge`).
     """
 
     __slots__ = ("_requests", "_retries", "_second", "_sent", "ratio", "refused", "retried")
@@ -392,12 +392,16 @@ class RetryBudget:
 
     def allows(self, now: float) -> bool:
         """Whether one more retry may be made; a refusal is counted."""
-        if int(now) != self._second:
-            self._advance(int(now))
-        if self.retried + 1 <= BUDGET_FLOOR + self.ratio * self._requests:
+        if self.has_room(now):
             return True
         self.refused += 1
         return False
+
+    def has_room(self, now: float) -> bool:
+        """The same question, uncounted."""
+        if int(now) != self._second:
+            self._advance(int(now))
+        return self.retried + 1 <= BUDGET_FLOOR + self.ratio * self._requests
 
     def retry(self, now: float) -> None:
         """A request was placed once more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.pool.crew import Crew
 from gateway.pool.health import RetryBudget
+from gateway.pool.hedging import Hedging
 from gateway.pool.rates import PoolRates
 from gateway.pool.shards import Shard
 from gateway.pool.worker import Worker
@@ -11,6 +12,9 @@ from gateway.records import WorkerId
 
 DEFAULT_BLOCK_SIZE = 16
 """vLLM's, for a pool none of whose workers names one."""
+
+_CROWDED = 0.8
+"""Share of the room: below it a pool can do a little work twice without anybody waiting for it."""
 
 
 class Pool:
@@ -21,7 +25,7 @@ class Pool:
     """
 
     __slots__ = (
-        "adapter", "block_size", "crew", "model", "name", "rates", "retries", "spilled",
+        "adapter", "block_size", "crew", "hedging", "model", "name", "rates", "retries", "spilled",
     )  # fmt: skip
 
     def __init__(
@@ -32,6 +36,7 @@ class Pool:
         self.adapter = adapter
         self.rates = rates
         self.retries = RetryBudget(retry_ratio)
+        self.hedging = Hedging()
         self.block_size = DEFAULT_BLOCK_SIZE
         self.crew = Crew()
         self.spilled = 0
@@ -96,6 +101,17 @@ class Pool:
     def shortest(self) -> int | None:
         """Smallest context length among its workers, in tokens."""
         return self.crew.shortest
+
+    @property
+    def crowded(self) -> bool:
+        """Its workers have nearly as many requests as they should have, as far as that is known of all of them."""
+        workers = (*self.ready, *self.spare)
+        limits = [worker.room.limit for worker in workers]
+        room = sum(limit for limit in limits if limit is not None)
+        if not room or None in limits:
+            return False
+        taken = sum(worker.inflight_requests + worker.foreign_requests for worker in workers)
+        return taken + 1 > _CROWDED * room
 
     def shard_of(self, worker: WorkerId) -> int | None:
         """The shard of a worker; None for another pool's, and where there are no shards."""

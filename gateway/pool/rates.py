@@ -257,6 +257,13 @@ class PoolRates:
         model.learn(x, seconds / slowdown.value)
         self.prefill = PrefillRates(*model.values)
 
+    def learn_late(self, new: int, cached: int, seconds: float, slowdown: Slowdown) -> None:
+        """A prefill alone on its worker was given up after `seconds`. Where that is more than was expected, the worker
+        is at least so slow; of the pool's model it says nothing."""
+        expected = self.prefill_s(new, cached)
+        if self.warm and seconds > slowdown.value * expected:
+            slowdown.learn(seconds / expected, 1.0 - min(1.0, self.prefill.overhead_s / expected))
+
     def learn_inter_token(self, batch: float, seconds: float) -> None:
         """Mean seconds between tokens of one stream while about `batch` requests were running."""
         self._inter_token.learn((1.0, batch), seconds)

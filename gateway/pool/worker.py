@@ -108,6 +108,10 @@ class Worker:
     room: Room = field(default_factory=Room)
     adapters: Adapters = field(default_factory=Adapters)
 
+    _answered_at: float = -math.inf
+    """Its last first byte."""
+    _silent_at: float = -math.inf
+    """When it was found to answer nobody."""
     _own_s: float = 0.0
     _own_head_s: float = 0.0
     _own_since: float = 0.0
@@ -178,7 +182,7 @@ class Worker:
     def reserve(self, reservation: Reservation, now: float) -> None:
         """Counts a request as sent."""
         self.settle_due(now)
-        crowded = self.kv_capacity and self.kv_tokens + reservation.kv_tokens > _CROWDED * self.kv_capacity
+        crowded = self.crowds(reservation.kv_tokens)
         if not self._pending:
             self._lead(reservation, now)
             self._period = Period(now)
@@ -198,8 +202,27 @@ class Worker:
             self._polled_kv += reservation.kv_tokens
         self._refresh(now)
 
+    def crowds(self, kv_tokens: int) -> bool:
+        """Whether a request that takes this much KV room might have to wait for it."""
+        return bool(self.kv_capacity) and self.kv_tokens + kv_tokens > _CROWDED * self.kv_capacity
+
+    def overtaken(self, reservation: Reservation, now: float) -> bool:
+        """Another worker has answered this late request, which is about to be released. What it took so far is evidence
+        for its speed where that is clean, as a first byte would be. True when it has answered nobody since: once for
+        all requests that were sent before it was found so."""
+        period = self._period
+        if period is not None and period.clean and reservation.pending and len(self._pending) == 1:
+            took_s = now - self._own_since
+            self.rates.learn_late(reservation.new_tokens, reservation.cached_tokens, took_s, self.speed)
+            self.slowdown = self.speed.value
+        if max(self._answered_at, self._silent_at) >= reservation.sent_at:
+            return False
+        self._silent_at = now
+        return True
+
     def first_byte(self, reservation: Reservation, now: float) -> None:
         """The prefill of this request is over. Later calls, and calls after the release, change nothing."""
+        self._answered_at = now
         if not reservation.pending:
             return
         period = self._period
@@ -324,8 +347,7 @@ class Worker:
 
     def _next_period(self, now: float) -> Period:
         """A period that begins while others wait: clean when none of what makes one unclean is there already."""
-        crowded = self.kv_capacity and self.kv_tokens > _CROWDED * self.kv_capacity
-        return Period(now, clean=not (crowded or self._disturbed))
+        return Period(now, clean=not (self.crowds(0) or self._disturbed))
 
     def _learn(self, period: Period, now: float) -> None:
         if period.clean:

@@ -79,6 +79,8 @@ class Decision(Struct, frozen=True, gc=False):
     """The part of `predicted_tokens` that lies in slower tiers only, by tier."""
     shard: int | None = None
     home_shard: int | None = None
+    beside: WorkerId | None = None
+    """The worker that has the request already and is late: this one gets a second copy of it."""
 
 
 # --------------------------------------------------------------------------- outcome
@@ -93,6 +95,18 @@ class Result(StrEnum):
     TIMED_OUT = "timed_out"
     REFUSED = "refused"
     SHUT_DOWN = "shut_down"
+    HEDGED = "hedged"
+    """Not a request's end but one of its two workers': the other one is waited for, or nobody is."""
+
+
+class Hedged(StrEnum):
+    """What became of a request's second copy: it was answered first, the first worker was faster, it failed, or the
+    request ended before either answered."""
+
+    WON = "won"
+    LOST = "lost"
+    FAILED = "failed"
+    ENDED = "ended"
 
 
 class MissCause(StrEnum):
@@ -183,6 +197,8 @@ class Outcome(Struct, frozen=True, gc=False):
     inter_token_s: float | None = None
     chunks: int = 0
     retries: int = 0
+    hedged: Hedged | None = None
+    """What became of its second copy, where it had one."""
     slow_tokens: Mapping[Tier, int] = field(default_factory=dict)
     affinity: str = "none"
     mode: PrefixMode = PrefixMode.NONE

@@ -10,7 +10,7 @@ from random import Random
 
 from gateway.admin.views import AdminSettings
 from gateway.admission import AdmissionSettings
-from gateway.edge import Cors, EdgeLimits, EdgeSettings, Keys, PhaseTimeouts
+from gateway.edge import Cors, EdgeLimits, EdgeSettings, HedgeRules, Keys, PhaseTimeouts
 from gateway.kv import LEARNED_BYTES, ApproximateSettings
 from gateway.policy import OWN_EXTRA_HOLDING, Policy, Prices, Weights, make_policy
 from gateway.pool import STALE_S, FleetSettings, HealthSettings, ShardSettings
@@ -95,6 +95,18 @@ def membership_settings(settings: Settings) -> MembershipSettings:
     )
 
 
+def hedge_rules(settings: Settings) -> HedgeRules | None:
+    """When a late request gets a second worker; None where none ever does."""
+    retries = settings.retries
+    rules = HedgeRules(
+        retries.hedge_percentile,
+        retries.hedge_floor_s,
+        paths={path: (change.hedge_percentile, change.hedge_floor_s) for path, change in retries.paths.items()},
+        models={model: (change.hedge_percentile, change.hedge_floor_s) for model, change in retries.models.items()},
+    )
+    return rules if rules.any else None
+
+
 def edge_settings(settings: Settings, keys: Keys | None) -> EdgeSettings:
     """The client port's."""
     server, affinity, token = settings.server, settings.routing.affinity, settings.auth.admin_token
@@ -125,6 +137,7 @@ def edge_settings(settings: Settings, keys: Keys | None) -> EdgeSettings:
             queue_size=settings.admission.queue_size,
             queue_timeout_s=settings.admission.queue_timeout_s,
         ),
+        hedges=hedge_rules(settings),
         debug_token=b"" if token is None else token.get_secret_value().encode(),
     )
 

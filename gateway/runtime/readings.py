@@ -124,6 +124,8 @@ class GatewayReadings:
                 queued_tenants=admission.tenants(name),
                 drain_s=admission.drain_s(name, self._clock()),
                 shed=admission.shed_of(name),
+                hedges={kind.value: count for kind, count in pool.hedging.results.items()},
+                hedges_refused={reason.value: count for reason, count in pool.hedging.refused.items()},
             )
 
     def prefixes(self) -> Iterable[PrefixReading]:

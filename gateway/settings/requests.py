@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gateway.records import Endpoint
 from gateway.settings.section import Seconds, Section, why
@@ -200,8 +200,24 @@ class TimeoutSettings(Section):
     models: dict[str, PhaseSettings] = Field({}, description="What differs by served model name; wins over the path's.")
 
 
+def _off_or_a_tail(percentile: float) -> float:
+    if 0 < percentile < 0.5:
+        raise ValueError("expected 0 (off), or a share from 0.5 to 0.999 such as 0.95")
+    return percentile
+
+
+Percentile = Annotated[float, Field(ge=0, le=0.999, allow_inf_nan=False), AfterValidator(_off_or_a_tail)]
+
+
+class HedgeSettings(Section):
+    """What differs from `retries` for one path or model."""
+
+    hedge_percentile: Percentile | None = None
+    hedge_floor_s: Seconds | None = None
+
+
 class RetrySettings(Section):
-    """Other workers tried before the first byte."""
+    """Other workers tried before the first byte, because one failed or because it is late."""
 
     max: int = Field(
         2,
@@ -218,3 +234,27 @@ class RetrySettings(Section):
         "allowed. Moving on from a worker that has no room (429, 503 with Retry-After) is not counted.",
         json_schema_extra=why("bounds what an outage adds to the load of the others at a fifth"),
     )
+    hedge_percentile: Percentile = Field(
+        0,
+        description="A request whose answer has not begun goes to a second worker too once it has taken longer, "
+        "measured by what was expected of it, than this share of its pool's requests (0.95: all but the slowest "
+        "twentieth); the first answer counts. 0: never. It is one of `max` and charged to the budget "
+        "(`docs/guides/hedging.md`).",
+        json_schema_extra=why("a second copy is computed twice: worth it only where single workers stall"),
+    )
+    hedge_floor_s: Seconds = Field(
+        0.5,
+        description="And not before this long.",
+        json_schema_extra=why("nobody notices less, and a few milliseconds late is late too for a small prompt"),
+    )
+    paths: dict[Endpoint, HedgeSettings] = Field(
+        {}, description="What differs by path: `{/v1/embeddings: {hedge_percentile: 0.99, hedge_floor_s: 0.1}}`."
+    )
+    models: dict[str, HedgeSettings] = Field({}, description="What differs by served model name; wins over the path's.")
+
+    @model_validator(mode="after")
+    def _second_worker_allowed(self) -> RetrySettings:
+        shares = [change.hedge_percentile for change in (*self.paths.values(), *self.models.values())]
+        if not self.max and any((self.hedge_percentile, *shares)):
+            raise ValueError("a second worker (`hedge_percentile`) is one of `max`: allow at least 1")
+        return self

@@ -25,6 +25,7 @@ _UNITS = {
     "_blocks": "blocks",
     "_ratio": "share, 0 to 1",
     "_threshold": "share, 0 to 1",
+    "_percentile": "share, 0 to 1",
     "_per_minute": "a minute",
     "_size": "entries",
     "block_size": "tokens",

@@ -73,6 +73,10 @@ class Exposition:
         yield from page.family(
             m.SHED, [((pool.model, reason), count) for pool in pools for reason, count in pool.shed.items()]
         )
+        yield from page.family(m.HEDGES, [((pool.model, kind), n) for pool in pools for kind, n in pool.hedges.items()])
+        yield from page.family(
+            m.HEDGES_REFUSED, [((pool.model, why), n) for pool in pools for why, n in pool.hedges_refused.items()]
+        )
         yield from page.family(m.POOL_READY, [((pool.model,), pool.ready) for pool in pools])
         yield from page.family(m.POOL_PANIC, [((pool.model,), int(pool.panic)) for pool in pools])
         yield from page.family(m.SHARD_SPILLS, [((pool.model,), pool.spilled) for pool in pools])

@@ -106,6 +106,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     overhead_ms: float | None = None
     affinity: str = "none"
     retries: int = 0
+    hedged: str | None = None
     error_code: str | None = None
     tenant: str | None = None
     trace_id: str | None = None
@@ -198,6 +199,8 @@ def _line(outcome: Outcome, wall_s: float) -> _Line:
     line.error_code = outcome.error_code
     line.tenant = outcome.tenant
     line.retries = outcome.retries
+    if outcome.hedged is not None:
+        line.hedged = outcome.hedged.value
     if outcome.trace is not None:
         line.trace_id = outcome.trace.trace_id
     if outcome.endpoint is not None:

@@ -105,7 +105,8 @@ AFFINITY = _spec(
     Kind.COUNTER,
     ("result",),
     "Requests by what became of their session: none, new, kept, moved_busy (elsewhere was cheaper), moved_drained, "
-    "moved_ejected, moved_gone, moved_failed (its worker failed this request), moved_other (not for this request).",
+    "moved_ejected, moved_gone, moved_failed (its worker failed this request), moved_late (its worker was late, see "
+    "hedges_total), moved_other (not for this request).",
 )
 REQUEST_RESULTS = _spec(
     "request_results_total",
@@ -125,6 +126,20 @@ RETRIES_REFUSED = _spec(
     Kind.COUNTER,
     ("model",),
     "Retries that were not made because the pool's budget was spent (retries.budget_ratio).",
+)
+HEDGES = _spec(
+    "hedges_total",
+    Kind.COUNTER,
+    ("pool", "outcome"),
+    "Requests sent to a second worker because the first was late (retries.hedge_percentile), by model and what became "
+    "of the second: won (it answered first), lost, failed, ended (the request was over before either answered).",
+)
+HEDGES_REFUSED = _spec(
+    "hedges_refused_total",
+    Kind.COUNTER,
+    ("pool", "reason"),
+    "Times a late request was not sent to a second worker: no_worker (nobody else may have it), queue (others wait at "
+    "the gateway), room (the pool or that worker is nearly full), busy (it would wait there), budget (of retries).",
 )
 QUEUE_DEPTH = _spec(
     "queue_depth",
@@ -383,6 +398,8 @@ METRICS: tuple[MetricSpec, ...] = (
     REQUEST_RESULTS,
     RETRIES,
     RETRIES_REFUSED,
+    HEDGES,
+    HEDGES_REFUSED,
     QUEUE_DEPTH,
     QUEUE_SECONDS,
     SHED,

@@ -127,7 +127,8 @@ class IndexReading:
 class PoolReading:
     """The workers of one served model: how many may get requests, whether ejected ones are used for want of others,
     how many retries its budget refused, how many requests left the shard of their prefix, how many wait, by class
-    and by tenant, how long until those have a worker, and how many were sent away from the queue by reason."""
+    and by tenant, how long until those have a worker, and how many were sent away from the queue by reason. `hedges`
+    are requests sent to a second worker by what became of it, `hedges_refused` those that were late and were not."""
 
     model: str
     ready: int
@@ -138,6 +139,8 @@ class PoolReading:
     queued_tenants: Mapping[str, int] = field(default_factory=dict)
     drain_s: float = 0.0
     shed: Mapping[str, int] = field(default_factory=dict)
+    hedges: Mapping[str, int] = field(default_factory=dict)
+    hedges_refused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

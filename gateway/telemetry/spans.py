@@ -141,6 +141,8 @@ def _attributes(outcome: Outcome, path: str) -> Iterator[tuple[str, Attribute]]:
     yield "kvgate.predicted_tokens", outcome.predicted_tokens
     yield "kvgate.retries", outcome.retries
     yield "kvgate.affinity", outcome.affinity
+    if outcome.hedged is not None:
+        yield "kvgate.hedged", outcome.hedged.value
     if outcome.worker is not None:
         yield "kvgate.worker", outcome.worker
         yield "kvgate.pool", outcome.pool

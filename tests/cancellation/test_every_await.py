@@ -5,14 +5,26 @@ from __future__ import annotations
 import asyncio
 import re
 import types
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 
-from gateway.edge import EdgeLimits
+from gateway.edge import EdgeLimits, HedgeRules
+from gateway.pool import Kind
 from gateway.records import BlockKey, Chain, PrefixBlocks, Result
-from tests.integration.relay_rig import Call, RelayRig, answers, ask, both_loops, post, relay, silent, until
+from tests.integration.relay_rig import (
+    Call,
+    RelayRig,
+    Script,
+    answers,
+    ask,
+    both_loops,
+    post,
+    relay,
+    silent,
+    until,
+)
 
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -20,7 +32,7 @@ OK = b'{"id":"1","choices":[]}'
 
 
 class Cutter:
-    """A task factory that counts how often the task of a request waits, and acts once, at the time number `at`."""
+    """A task factory that counts how often the tasks of a request wait, and acts once, at the time number `at`."""
 
     def __init__(self, at: int, act: Callable[[], None]) -> None:
         self.waits = 0
@@ -30,7 +42,7 @@ class Cutter:
 
     def factory(self, loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:
         """For `loop.set_task_factory`."""
-        if coro.__qualname__ == "Exchange._run":
+        if coro.__qualname__ in ("Exchange._run", "_Runner.run"):
             coro = _awaited(_watched(coro, self._waits))
         return asyncio.Task(coro, loop=loop, **more)
 
@@ -100,23 +112,71 @@ def _cancelled(r: RelayRig) -> None:
             exchange._task.cancel()
 
 
-async def _cut_at(at: int, cut: Callable[[RelayRig], None], *, kept: bool) -> tuple[bool, int]:
-    """One request, cut at the `at`-th wait; (whether it waited so often, promises seen at that moment)."""
+class Way(NamedTuple):
+    """What the workers of a request do, and how often its tasks wait at least. `kept`: there is a connection already;
+    `late`: a second worker gets it while the first is late."""
+
+    scripts: Callable[[], Sequence[Script]]
+    waits: int
+    kept: bool = False
+    late: bool = False
+
+
+def _two_fail() -> Sequence[Script]:
+    """And the third one answers."""
+    return (lambda call: call.abort()), answers(b"{}", status="500 Bad"), answers(OK)
+
+
+def _goes_stale() -> Sequence[Script]:
+    """A kept connection is closed when the next request comes."""
     served = 0
 
     def flaky(call: Call) -> None:
         nonlocal served
         served += 1
-        call.plain(OK) if kept and served != 2 else call.abort()
+        call.plain(OK) if served != 2 else call.abort()
 
-    scripts = (flaky,) if kept else (flaky, answers(b"{}", status="500 Bad"), answers(OK))
-    async with relay(*scripts, hasher=_Hasher(), limits=EdgeLimits(inline_parse_bytes=0)) as r:  # type: ignore[arg-type]
+    return (flaky,)
+
+
+def _second_wins() -> Sequence[Script]:
+    return silent, answers(OK)
+
+
+def _first_wins() -> Sequence[Script]:
+    """It answers when the second has the request."""
+    calls: list[Call] = []
+
+    def wake(_call: Call) -> None:
+        if not calls[0].gone.is_set():
+            calls[0].plain(OK)
+
+    return calls.append, wake
+
+
+def _both_fail() -> Sequence[Script]:
+    """The second worker breaks, then the first; a third one answers."""
+    calls: list[Call] = []
+
+    def break_both(call: Call) -> None:
+        call.abort()
+        asyncio.get_running_loop().call_later(0.02, calls[0].abort)
+
+    return calls.append, break_both, answers(OK)
+
+
+async def _cut_at(at: int, cut: Callable[[RelayRig], None], way: Way) -> tuple[bool, int]:
+    """One request, cut at the `at`-th wait; (whether it waited so often, promises seen at that moment)."""
+    limits, hedges = EdgeLimits(inline_parse_bytes=0), HedgeRules(0.95, 0.02) if way.late else None
+    async with relay(*way.scripts(), hasher=_Hasher(), limits=limits, hedges=hedges) as r:  # type: ignore[arg-type]
         index, loop = r.router._index, asyncio.get_running_loop()
         for worker in r.fleet.workers.values():
             index.bind(worker.slot, block_size=16)
-        if kept:
+        if way.kept:
             assert (await r.ask(post(ask()))).status == 200
             await until(r.quiet)
+        for _ in range(50 if way.late else 0):
+            r.fleet.pools["m"].hedging.began(Kind.TEXT, 1.0, 0.001)
         before = len(r.outcomes)
         kept_promises = _promised(r)
         promised = 0
@@ -153,20 +213,29 @@ async def _cut_at(at: int, cut: Callable[[RelayRig], None], *, kept: bool) -> tu
         return cutter.acted, promised
 
 
+WAYS = {
+    "fresh": Way(_two_fail, 9),
+    "kept": Way(_goes_stale, 6, kept=True),
+    "second wins": Way(_second_wins, 8, late=True),
+    "first wins": Way(_first_wins, 8, late=True),
+    "both fail": Way(_both_fail, 10, late=True),
+}
+
+
 @both_loops
-@pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("cut", [_lost, _shut_down, _cancelled])
-async def test_cut_wherever_it_waits(cut: Callable[[RelayRig], None], kept: bool) -> None:
+async def test_cut_wherever_it_waits(cut: Callable[[RelayRig], None], way: Way) -> None:
     """Body, parsing and tokenising in a thread, connecting and waiting for a head; then three workers one after the
-    other, or a stale connection and a fresh one."""
+    other, or a stale connection and a fresh one, or two workers at a time."""
     at, promises = 0, 0
     acted = True
     while acted:
         at += 1
-        acted, promised = await _cut_at(at, cut, kept=kept)
+        acted, promised = await _cut_at(at, cut, way)
         promises += promised
-    assert at - 1 >= (6 if kept else 9), "a request waits at least this often"
-    assert kept or promises > 0, "some cuts found blocks promised"
+    assert at - 1 >= way.waits, "a request waits at least this often"
+    assert way.kept or promises > 0, "some cuts found blocks promised"
 
 
 WIRE = (

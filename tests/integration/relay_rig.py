@@ -26,6 +26,7 @@ from gateway.edge import (
     Edge,
     EdgeLimits,
     EdgeSettings,
+    HedgeRules,
     Keys,
     PhaseTimeouts,
     client_app,
@@ -365,6 +366,7 @@ async def relay(
     tenant_salt: bool = False,
     cors: Cors | None = None,
     tls: Tls | None = None,
+    hedges: HedgeRules | None = None,
 ) -> AsyncIterator[RelayRig]:
     """A gateway with one worker a script, named w1, w2, ...; None is a worker that refuses connections.
 
@@ -407,6 +409,7 @@ async def relay(
                 cors=cors,
                 receipts=receipts,
                 ask_usage=ask_usage,
+                hedges=hedges,
             ),
             tick_s=0.02,
         )

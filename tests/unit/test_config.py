@@ -84,6 +84,13 @@ def test_nested_environment_and_json_lists() -> None:
         ("workers: [{url: 'http://a:1', kv_events: 'a:5557'}]", "expected `auto`, `off` or an endpoint"),
         ("workers: [{url: 'http://a:1', name: w}, {url: 'http://b:1', name: w}]", "'w' is used twice"),
         ("workers: [{url: 'http://a:1'}, {url: 'http://a:1/'}]", "http://a:1 is given twice"),
+        (
+            "retries: {hedge_percentile: 0.2}",
+            "retries.hedge_percentile: expected 0 (off), or a share from 0.5 to 0.999",
+        ),
+        ("retries: {hedge_percentile: 95}", "retries.hedge_percentile: "),
+        ("retries: {models: {m: {hedge_floor: 1}}}", "retries.models.m.hedge_floor: unknown key; did you mean"),
+        ("retries: {max: 0, paths: {/v1/score: {hedge_percentile: 0.9}}}", "is one of `max`: allow at least 1"),
         ("server: {port: 8100, admin_port: 8100}", "port and admin_port are both 8100"),
         ("models: [{name: m}, {name: n, aliases: [m]}]", "'m' is used twice"),
         ("- a", "expected sections"),

@@ -245,3 +245,17 @@ def test_crews_and_their_lists_stay_while_nothing_of_them_changes() -> None:
     fleet.remove(WorkerId("b"), 5.0)
     assert pool.crew is not crew
     assert [w.id for w in pool.workers] == ["a"]
+
+
+def test_a_worker_that_is_overtaken_and_answers_nobody_is_ejected() -> None:
+    fleet = Fleet()
+    worker = fleet.add(spec("a"), facts(), 0.0)
+    for at in range(5):
+        assert worker.state is not WorkerState.EJECTED
+        some = [replace(open_request(), sent_at=float(at)) for _ in range(9)]
+        for one in some:
+            fleet.reserve(worker, one, float(at))
+        for one in some:
+            fleet.overtaken(worker, one, at + 0.5)
+            fleet.release(worker, one, at + 0.5)
+    assert (worker.state, worker.reason) == (WorkerState.EJECTED, "silent")

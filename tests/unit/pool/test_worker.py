@@ -246,3 +246,50 @@ def test_kv_room_said_in_tokens_counts_as_said_and_room_not_said_leaves_ours() -
     assert worker.kv_tokens == 4100
     worker.observe(LoadSample(2, 0, None), 2.0)
     assert worker.kv_tokens == 1600
+
+
+def test_an_overtaken_request_speaks_of_a_worker_that_answers_nobody() -> None:
+    """Once for all that were sent before it was seen, and not of one that answers others meanwhile."""
+    worker = make_worker()
+    first, second, third, fourth = (Reservation(1000, 0, 0, 1.0, True, sent_at=at) for at in (1.0, 2.0, 6.0, 10.0))
+    worker.reserve(first, 1.0)
+    worker.reserve(second, 2.0)
+    assert worker.overtaken(first, 5.0)
+    worker.release(first, 5.0)
+    assert not worker.overtaken(second, 5.5), "sent before that was seen"
+    worker.release(second, 5.5)
+    worker.reserve(third, 6.0)
+    assert worker.overtaken(third, 9.0)
+    worker.release(third, 9.0)
+    other = Reservation(1000, 0, 0, 1.0, True, sent_at=10.0)
+    worker.reserve(fourth, 10.0)
+    worker.reserve(other, 10.0)
+    worker.first_byte(other, 11.0)
+    assert not worker.overtaken(fourth, 12.0), "it answers others"
+    worker.release(fourth, 12.0)
+    worker.release(other, 12.0)
+    assert (worker.inflight_requests, worker.pending) == (0, 0)
+
+
+def test_an_overtaken_request_is_evidence_for_the_speed() -> None:
+    worker = make_worker()
+    for at in range(10):  # speeds are learned
+        seen = make_reservation()
+        worker.reserve(seen, float(at))
+        worker.first_byte(seen, at + 0.5)
+        worker.release(seen, at + 0.5)
+    before, pool = worker.slowdown, worker.rates.prefill
+    for at in range(20, 220, 10):
+        late = make_reservation()
+        worker.reserve(late, float(at))
+        worker.overtaken(late, at + 5.0)
+        worker.release(late, at + 5.0)
+    assert worker.slowdown > 1.5 * before
+    assert worker.rates.prefill == pool, "of the others it says nothing"
+    slow = worker.slowdown
+    beside, early = make_reservation(), make_reservation()
+    worker.reserve(early, 270.0)
+    worker.overtaken(early, 270.1)  # sooner than expected: it may have been about to answer
+    worker.reserve(beside, 271.0)
+    worker.overtaken(beside, 290.0)  # behind another one
+    assert worker.slowdown == slow

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import structlog
 
-from gateway.records import Endpoint, MissCause, Outcome, PrefixMode, Result, StageTimes, WorkerId
+from gateway.records import Endpoint, Hedged, MissCause, Outcome, PrefixMode, Result, StageTimes, WorkerId
 from gateway.telemetry import Logs, set_up_logging
 from gateway.telemetry.log import MAX_CLIENT_TEXT, MAX_WAITING_LINES
 
@@ -71,7 +71,7 @@ def lines(stream: io.BytesIO) -> list[dict[str, Any]]:
 
 def test_a_request_is_one_json_line() -> None:
     log, stream = logs()
-    write(log, outcome(missed_tokens=640, miss_cause=MissCause.UNKNOWN, affinity="kept", retries=1))
+    write(log, outcome(missed_tokens=640, miss_cause=MissCause.UNKNOWN, affinity="kept", retries=1, hedged=Hedged.WON))
     assert lines(stream) == [
         {
             "time": "2026-11-29T14:51:00.500+00:00",
@@ -97,6 +97,7 @@ def test_a_request_is_one_json_line() -> None:
             "overhead_ms": 3.0,
             "affinity": "kept",
             "retries": 1,
+            "hedged": "won",
         }
     ]
 

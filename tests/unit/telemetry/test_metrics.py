@@ -80,7 +80,12 @@ class Numbers:
 
     def pools(self) -> Iterable[PoolReading]:
         queued = {"high": 0, "normal": 2, "low": 1}
-        return [PoolReading("llama", 2, True, 3, queued=queued, shed={"queue_full": 4})]
+        hedges, refused = {"won": 2}, {"busy": 5}
+        return [
+            PoolReading(
+                "llama", 2, True, 3, queued=queued, shed={"queue_full": 4}, hedges=hedges, hedges_refused=refused
+            )
+        ]
 
     def replicas(self) -> ReplicaReading | None:
         return ReplicaReading(
@@ -330,6 +335,8 @@ def test_gauges_come_from_their_owners() -> None:
     assert value(text, "pool_ready_workers", model="llama") == 2
     assert value(text, "pool_panic", model="llama") == 1
     assert value(text, "retries_refused_total", model="llama") == 3
+    assert value(text, "hedges_total", pool="llama", outcome="won") == 2
+    assert value(text, "hedges_refused_total", pool="llama", reason="busy") == 5
     assert value(text, "worker_inflight_tokens", worker="w1") == 4096
     assert value(text, "worker_kv_usage_ratio", worker="w1") == 0.25
     assert value(text, "accounting_drift", worker="w1") == 0
