@@ -12,7 +12,8 @@ Rules:
 3. Whose load it is says the address. A message that names another rank comes from another server that has the port: it
    is none of this one's, and counts as unreadable.
 4. What cannot be read is counted, and says nothing of the load or of its age. Nothing of it ends the loop.
-5. A sequence that goes back is a new process.
+5. A sequence that goes back is a new process. It is told at most every `RESTART_S`: what publishes out of order must
+   not have its worker probed without end.
 6. A socket that brought nothing for `reopen_s` is opened anew: zmq makes lost connections again, but gives one up for
    good over a message that is too large or breaks its protocol.
 """
@@ -37,6 +38,7 @@ FRESH_S: Final = 3.0
 """An engine says something every second. With the next poll the sample is still younger than what is forgotten."""
 
 REOPEN_S: Final = 10.0
+RESTART_S: Final = 10.0
 
 _MOST: Final = 256
 """Messages taken of a rank in one drain, and held by zmq meanwhile: ten seconds of a busy engine's. What floods a
@@ -143,6 +145,7 @@ class LoadSocket:
         self._on_load = on_load
         self._on_restart = on_restart
         self._reopen_s = reopen_s
+        self._restarted_at = float("-inf")
 
     def fresh(self, rank: int | None) -> bool:
         """Whether the load of this rank, or of all (None), has been heard and still holds."""
@@ -165,7 +168,8 @@ class LoadSocket:
                 messages.append(socket.recv_multipart(zmq.NOBLOCK))
             if messages and heard.take(messages, now) and heard.sample is not None:
                 new[rank] = heard.sample
-        if self._restarts != restarts:
+        if self._restarts != restarts and now - self._restarted_at >= RESTART_S:
+            self._restarted_at = now
             self._on_restart()
         if self.whole:
             new = {None: self._sum()} if new and self.fresh(None) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,8 +22,8 @@ from gateway.sim.faults import Fault, FaultKind
 from gateway.sim.load_publisher import HEARTBEAT_S, LoadPublisher, LoadStat
 from gateway.sim.releases import Dialect
 from gateway.sim.server import EngineSettings
-from gateway.upstream.load_socket import LoadSocket, parse_load
-from tests.integration.rig import Rig, fast, rig, until, write_yaml
+from gateway.upstream.load_socket import RESTART_S, LoadSocket, parse_load
+from tests.integration.rig import PATIENCE_S, Rig, fast, rig, until, write_yaml
 
 W1, R0, R1 = WorkerId("w1"), WorkerId("w1@0"), WorkerId("w1@1")
 NO_POLLS = {"load": {"poll_s": 600}}
@@ -58,6 +58,19 @@ async def asked(r: Rig, url: str, rank: int | None, *, seed: int) -> AsyncIterat
         finally:
             asking.cancel()
             await asyncio.wait([asking])
+
+
+async def done(bind: Callable[[], object]) -> None:
+    """Bind ports that were free for a while: any connection of this machine may have taken one as its own."""
+
+    def bound() -> bool:
+        try:
+            bind()
+        except zmq.ZMQError:
+            return False
+        return True
+
+    await until(bound, within_s=3 * PATIENCE_S)
 
 
 async def test_each_ranks_load_comes_over_its_socket_long_before_a_poll() -> None:
@@ -128,7 +141,7 @@ async def test_polls_take_over_when_the_socket_is_gone_and_leave_again() -> None
         await until(lambda: poller.counts.ok >= polls + 3)
         answer = await r.http.post("/v1/completions", json={"model": "demo", "prompt": "hello", "max_tokens": 2})
         assert answer.status_code == 200
-        engine.fault(Fault(FaultKind.ONLINE))
+        await done(lambda: engine.fault(Fault(FaultKind.ONLINE)))
         await until(lambda: said(r, R0)[0] is said(r, R1)[0] is LoadSource.SOCKET)
 
 
@@ -140,7 +153,7 @@ async def test_a_socket_that_says_something_else_costs_nothing() -> None:
         engine.fault(Fault(FaultKind.OFFLINE))
         with zmq.Context() as context, context.socket(zmq.PUB) as other:
             other.setsockopt(zmq.LINGER, 0)
-            other.bind(engine.load_endpoint or "")
+            await done(lambda: other.bind(engine.load_endpoint or ""))
             wrong: list[list[bytes]] = [
                 [b"load"],
                 [b"load", bytes(8), b"\xff\x00\xc1"],
@@ -159,7 +172,7 @@ async def test_a_socket_that_says_something_else_costs_nothing() -> None:
             answer = await r.http.post("/v1/completions", json={"model": "demo", "prompt": "hello", "max_tokens": 2})
             assert answer.status_code == 200
         assert r.gateway.supervisor.restarts == 0
-        engine.fault(Fault(FaultKind.ONLINE))
+        await done(lambda: engine.fault(Fault(FaultKind.ONLINE)))
         await until(lambda: said(r, W1)[0] is LoadSource.SOCKET)
 
 
@@ -229,6 +242,40 @@ async def test_the_load_of_some_ranks_is_not_that_of_their_server() -> None:
             heard.close()
             for engine in (first, second):
                 engine.close(linger=0)
+
+
+async def test_a_sequence_that_goes_back_again_and_again_is_told_seldom() -> None:
+    """Each time it is told the worker is probed."""
+    now, restarts = [0.0], list[float]()
+    with zmq.Context() as context, context.socket(zmq.PUB) as engine:
+        engine.setsockopt(zmq.LINGER, 0)
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        heard = LoadSocket(
+            [LoadEndpoint(0, f"tcp://127.0.0.1:{port}", "load")],
+            whole=False,
+            context=context,
+            clock=lambda: now[0],
+            on_load=lambda loads: None,
+            on_restart=lambda: restarts.append(now[0]),
+        )
+        sequence = 1000
+
+        def seen(number: int) -> bool:
+            nonlocal sequence
+            sequence -= 1
+            payload = msgspec.msgpack.encode(["LoadStat", 1, 0, 1, 2, 0])
+            engine.send_multipart([b"load", sequence.to_bytes(8, "big"), payload])
+            heard.drain()
+            return heard.ranks[0].restarts >= number
+
+        try:
+            await until(lambda: seen(5))
+            assert restarts == [0.0]
+            now[0] = RESTART_S
+            await until(lambda: seen(10))
+            assert restarts == [0.0, RESTART_S]
+        finally:
+            heard.close()
 
 
 async def test_a_simulated_engine_publishes_changes_at_once_and_rest_once_a_second() -> None:
