@@ -15,7 +15,9 @@ Rules:
    the latest. While anybody waits that is within `_LOOK_AGAIN_S`, so a worker that joins, a poll, a change of state
    needs no word of its own.
 5. The work of a pump is bounded: `_SCAN` tickets a pool. Those are compared by the costs of their last look with the
-   waits of now; only one that seems to have its place is looked at in full.
+   waits of now; only one that seems to have its place, or whose look is old, is looked at in full. When that would take
+   more than `_STEP`, as after a change of the ready workers, the pump ends there and is to be called again at once:
+   nobody behind the ticket it has come to is placed before that one has been looked at.
 6. Attempts after a failed worker do not come here: they have waited already.
 
 No clock, no I/O: `now` is an argument, in seconds.
@@ -40,6 +42,9 @@ from gateway.router import Choice, Router
 
 _SCAN = 64
 """Tickets looked at in one pump of a pool; measured: 16 cost a few per cent of the mean time to first token."""
+
+_STEP, _LOOK = 3000, 100
+"""What a step may cost, and a look beside one for each ready worker; measured: 0.5 us each, so 1.5 ms."""
 
 _LOOK_AGAIN_S = 0.1
 _STALE_S = 1.0
@@ -120,6 +125,8 @@ class Admission:
         self._lines: dict[str, Line[Ticket]] = {}
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._tickets = 0
+        self._left = 0
+        """Of the present step, see rule 5; negative: it was cut short."""
         router.on_room(self._room)
 
     def apply(self, settings: AdmissionSettings) -> None:
@@ -159,11 +166,11 @@ class Admission:
         self.held += 1
         self._enter_deadline(ticket)
         # It may be the one that an idle worker has been waiting for.
+        self._left = _STEP
         self._advance(pool, line, now)
-        if not ticket.waits:
-            return None
-        self._wake()
-        return ticket
+        if ticket.waits or self._left < 0:
+            self._wake()
+        return ticket if ticket.waits else None
 
     def at_once(self, request: InferenceRequest, blocks: PrefixBlocks, now: float) -> Lease | None:
         """Place it if it need not wait; None: it would have to. For work that is not worth anybody's waiting.
@@ -193,9 +200,10 @@ class Admission:
             self._told(ticket)
 
     def pump(self, now: float) -> float | None:
-        """Let go whoever may go, and end waits that have lasted too long. Returns when to call again at the latest;
-        None when nobody waits."""
+        """Let go whoever may go, and end waits that have lasted too long. Returns when to call again at the latest,
+        `now` when that was only a part of them; None when nobody waits."""
         self._expire(now)
+        self._left = _STEP
         next_at = math.inf
         for name, line in list(self._lines.items()):
             pool = self._router.fleet.pools.get(name)
@@ -214,6 +222,8 @@ class Admission:
             self._lines[first] = self._lines.pop(first)
         if not self.held:
             return None
+        if self._left < 0:
+            return now
         return max(now + _SOONEST_S, min(next_at, now + _LOOK_AGAIN_S, self._deadlines[0][0]))
 
     def depth(self, pool: str) -> dict[PriorityClass, int]:
@@ -286,6 +296,10 @@ class Admission:
                 if wait_s > hold_s:
                     passed.add(id(ticket))
                     continue
+            if self._left <= 0:
+                self._left = -1
+                break
+            self._left = max(0, self._left - _LOOK - len(ready))
             try:
                 choice = self._router.consider(ticket.request, ticket.blocks, now)
             except GatewayError as error:

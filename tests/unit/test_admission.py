@@ -6,6 +6,7 @@ import gc
 import weakref
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from gateway.errors import DeadlineExceeded, GatewayError, NoWorker, QueueFull, 
 from gateway.leases import Lease
 from gateway.policy import make_policy
 from gateway.pool import FleetSettings, InterTokenRates, PrefillRates
-from gateway.records import Ending, Endpoint, Result, StageTimes, Usage
+from gateway.records import Ending, Endpoint, InferenceRequest, Result, StageTimes, Usage
+from gateway.router import Choice, Router
 from tests.unit.test_router import Bench, prompt, request
 
 RATES = PrefillRates(1e-6, 0.001, 1e-13), InterTokenRates(0.02, 1e-6)
@@ -296,6 +298,60 @@ def test_a_worker_that_joins_is_used_by_the_next_pump() -> None:
     hall.admission.pump(0.1)
     assert waiting.where() is not None
     assert waiting.where() == "w1"
+
+
+def test_a_change_of_the_ready_workers_is_worked_off_in_steps_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty wait for the worker that holds their prompt; behind them is one for the worker that comes."""
+    hall = Hall(2)
+    hall.fleet.drain(hall.worker("w1").id, 0.0, on=True)
+    known = list(range(100_000, 104_000))
+    hall.hold("w0", known)
+    hall.ask([*known, *range(1500)])  # 1.5 s of work
+    warm = [hall.ask([*known, number], priority=-1)[0] for number in range(60)]
+    cold = hall.ask(500)[0]
+    assert hall.admission.held == 61
+    looks: list[str] = []
+    consider = hall.router.consider
+
+    def counted(self: Router, asked: InferenceRequest, *rest: Any) -> Choice:
+        looks.append(asked.request_id)
+        return consider(asked, *rest)
+
+    monkeypatch.setattr(Router, "consider", counted)
+    hall.fleet.drain(hall.worker("w1").id, 0.1, on=False)
+    steps = 0
+    while hall.admission.pump(0.1) == 0.1:
+        assert len(looks) <= 30, "a step is bounded"
+        assert cold.where() is None, "those before it come first"
+        assert looks, "each goes on"
+        looks.clear()
+        steps += 1
+        assert steps < 10
+    assert steps >= 2
+    assert cold.where() == "w1"
+    assert not any(waiter.where() for waiter in warm)
+    looks.clear()
+    hall.admission.pump(0.11)
+    assert len(looks) <= 1, "and are compared by what they cost then"
+
+
+def test_who_comes_while_a_change_is_worked_off_goes_behind_those_that_wait() -> None:
+    hall = Hall(2)
+    hall.fleet.drain(hall.worker("w1").id, 0.0, on=True)
+    known = list(range(100_000, 104_000))
+    hall.hold("w0", known)
+    hall.ask([*known, *range(1500)])
+    for number in range(60):
+        hall.ask([*known, number], priority=-1)
+    first = hall.ask(500)[0]
+    hall.fleet.drain(hall.worker("w1").id, 0.1, on=False)
+    wakes = hall.wakes
+    second = hall.ask(500, 0.1)[0]
+    assert (first.where(), second.where()) == (None, None)
+    assert hall.wakes > wakes
+    while hall.admission.pump(0.1) == 0.1:
+        pass
+    assert (first.where(), second.where()) == ("w1", None)
 
 
 def test_tokenising_never_waits() -> None:
