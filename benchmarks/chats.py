@@ -199,23 +199,15 @@ def _dynamo(stack: contextlib.ExitStack, log: IO[bytes], folder: Path, python: P
 
 
 async def _measure(targets: Mapping[str, Target], rounds: int) -> dict[str, float | str]:
-    loop = asyncio.get_running_loop()
-    clients = {}
-    for name, target in targets.items():
-        opened = [await loop.create_connection(Client, "127.0.0.1", target.port) for _ in range(_CONNECTIONS)]
-        clients[name] = [client for _, client in opened]
+    for target in targets.values():
         await _until_answered(target.port)
     cost_us: dict[str, list[float]] = {name: [] for name in targets}
     for number in range(rounds + 1):
         requests = turns(seed=number + 1)
         for name, target in targets.items():
-            before = cpu_s(target.pid)
-            await _paced(clients[name], requests)
+            us = await cpu_us_a_turn(target, requests)
             if number:  # the first round teaches the system prompts
-                cost_us[name].append((cpu_s(target.pid) - before) / len(requests) * 1e6)
-    for connected in clients.values():
-        for client in connected:
-            client.close()
+                cost_us[name].append(us)
     ours = cost_us["kvgate"]
     peer = next((name for name in cost_us if name != "kvgate"), None)
     theirs = cost_us[peer] if peer is not None else [math.nan] * rounds
@@ -227,6 +219,19 @@ async def _measure(targets: Mapping[str, Target], rounds: int) -> dict[str, floa
         "peer_us": statistics.median(theirs),
         "ratio": statistics.median(one / other for one, other in zip(ours, theirs, strict=True)),
     }
+
+
+async def cpu_us_a_turn(target: Target, requests: list[bytes]) -> float:
+    """Of one round; connections are opened before it begins."""
+    loop = asyncio.get_running_loop()
+    opened = [await loop.create_connection(Client, "127.0.0.1", target.port) for _ in range(_CONNECTIONS)]
+    clients = [client for _, client in opened]
+    before = cpu_s(target.pid)
+    await _paced(clients, requests)
+    used = cpu_s(target.pid) - before
+    for client in clients:
+        client.close()
+    return used / len(requests) * 1e6
 
 
 async def _until_answered(port: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from types import MappingProxyType
 
@@ -169,7 +169,7 @@ class Router:
         if not self.settings.routes:
             return request
         target = self.settings.routes.target(request.model, request.session, pools=self.fleet.pools, rng=self._rng)
-        return request if target == request.model else replace(request, model=target)
+        return request if target == request.model else structs.replace(request, model=target)
 
     def recent(self) -> Sequence[Recent]:
         """The last decisions, newest first."""

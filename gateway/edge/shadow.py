@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
 
 from gateway.api import ask_for_model
 from gateway.edge.attempts import result_of

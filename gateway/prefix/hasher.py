@@ -321,14 +321,14 @@ class PrefixWork:
         self._result: PrefixBlocks | None = None
         self._later: Callable[[], None] | None = None
         match request.prompt:
-            case NoPrompt(reason):
-                self._none(reason)
-            case TokenPrompt(token_lists):
-                self._begin_tokens(token_lists, adapter)
+            case ChatPrompt(messages) as prompt:  # most are
+                self._begin_text(prompt, adapter, too_many=len(messages) > MAX_MESSAGES, parts=len(messages))
             case TextPrompt(texts) as prompt:
                 self._begin_text(prompt, adapter, too_many=len(texts) > MAX_PROMPTS, parts=len(texts))
-            case ChatPrompt(messages) as prompt:
-                self._begin_text(prompt, adapter, too_many=len(messages) > MAX_MESSAGES, parts=len(messages))
+            case TokenPrompt(token_lists):
+                self._begin_tokens(token_lists, adapter)
+            case NoPrompt(reason):
+                self._none(reason)
 
     @property
     def pending(self) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from gateway.records.words import BlockKey, Endpoint, EngineKind
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True, gc=False):
     """The parts of a chat body that decide its token ids; values are plain JSON (dict, list, str, ...). `exact_for` are
     the engines whose chat this is, where they make it of a body of another API; None: it came as it is."""
 
@@ -28,8 +29,7 @@ class ChatPrompt:
     exact_for: frozenset[EngineKind] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(Struct, frozen=True, gc=False):
     """Completions: one or several texts, each a prompt of its own."""
 
     texts: tuple[str, ...]
@@ -53,8 +53,7 @@ class NoPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt | NoPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(Struct, frozen=True, gc=False):
     """What the gateway reads of a request body. The body itself is forwarded as bytes, never rebuilt.
 
     `model` is the name the client used. `usage_asked` says that the client itself asked for the usage event of
@@ -105,8 +104,7 @@ class Chain(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixBlocks:
+class PrefixBlocks(Struct, frozen=True, gc=False):
     """The blocks of a request, one chain a prompt (a list of prompts has several).
 
     `mode` is NONE when the tokens are not known: then `chains` is empty, `tokens` an estimate from the body's

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from random import Random
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from gateway import keys
 from gateway.errors import BadRequest, NoWorker, UnknownModel
@@ -81,7 +81,7 @@ class Bench:
 
 def request(**fields: object) -> InferenceRequest:
     made = InferenceRequest(Endpoint.CHAT, "r", "m", NoPrompt("test"), stream=True)
-    return replace(made, **fields)  # type: ignore[arg-type]  # a test's shorthand
+    return replace(made, **fields)
 
 
 def prompt(tokens: list[int]) -> PrefixBlocks:

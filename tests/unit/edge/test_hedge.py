@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from gateway.admission import Admission, AdmissionSettings
 from gateway.edge import HedgeRules
@@ -144,13 +145,13 @@ def test_not_without_budget_and_no_retry_is_refused_for_it() -> None:
 
 
 def test_not_on_an_engine_that_would_keep_the_session() -> None:
-    stand = Stand("a", request=replace(ASKED, session="s"))
+    stand = Stand("a", request=structs.replace(ASKED, session="s"))
     stand.join("b", "http://b:8000", keeps_sessions=True)
     assert stand.chosen() is Refusal.NO_WORKER
 
 
 def test_a_second_copy_leaves_session_and_means_alone() -> None:
-    stand = Stand(request=replace(ASKED, session="s"))
+    stand = Stand(request=structs.replace(ASKED, session="s"))
     pool, now = stand.fleet.pools["m"], 1.0
     found = stand.chosen()
     assert isinstance(found, Choice)
@@ -176,7 +177,7 @@ def test_a_second_copy_leaves_session_and_means_alone() -> None:
     ],
 )
 def test_what_may_be_computed_twice(change: dict[str, Any], may: bool) -> None:
-    assert may_be_doubled(replace(ASKED, **change)) is may
+    assert may_be_doubled(structs.replace(ASKED, **change)) is may
 
 
 def test_the_models_word_counts_before_the_paths() -> None:
@@ -184,12 +185,12 @@ def test_the_models_word_counts_before_the_paths() -> None:
         0.0, 0.5, paths={Endpoint.CHAT: (0.9, None), Endpoint.SCORE: (0.9, 2.0)}, models={"fast": (None, 0.1)}
     )
     assert rules.any
-    score = replace(ASKED, endpoint=Endpoint.SCORE)
+    score = structs.replace(ASKED, endpoint=Endpoint.SCORE)
     assert rules.of(ASKED) == HedgeRule(0.9, 0.5)
-    assert rules.of(replace(ASKED, model="fast")) == HedgeRule(0.9, 0.1)
+    assert rules.of(structs.replace(ASKED, model="fast")) == HedgeRule(0.9, 0.1)
     assert rules.of(score) == HedgeRule(0.9, 2.0)
-    assert rules.of(replace(score, model="fast")) == HedgeRule(0.9, 0.1)
-    assert rules.of(replace(ASKED, endpoint=Endpoint.COMPLETIONS)) is None
-    assert rules.of(replace(ASKED, choices=3)) is None
+    assert rules.of(structs.replace(score, model="fast")) == HedgeRule(0.9, 0.1)
+    assert rules.of(structs.replace(ASKED, endpoint=Endpoint.COMPLETIONS)) is None
+    assert rules.of(structs.replace(ASKED, choices=3)) is None
     assert not HedgeRules(0.0, 0.5, models={"fast": (None, 0.1)}).any
     assert HedgeRules(0.0, 0.5, models={"fast": (0.99, None)}).any

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway import keys
 from gateway.api import parse_request

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.prefix import PromptHasher, tellable
 from gateway.prefix.hasher import CHAIN_INLINE_TOKENS, LOOK_UP_INLINE_BYTES, LOOK_UP_INLINE_PARTS
