@@ -132,6 +132,8 @@ class EngineTokenizing:
         except (ProbeFailed, msgspec.MsgspecError) as error:
             self._failed(question, server, str(error))
             return
+        except UnicodeEncodeError:
+            ids = None  # lone surrogates, which no engine can encode either
         if ids is None:
             self.results["skipped"] += 1
             return

@@ -237,6 +237,21 @@ async def test_a_server_that_answers_again_is_used_again() -> None:
         assert tokenizing.results["told"] == 1
 
 
+async def test_a_prompt_that_no_utf8_can_hold_is_skipped_and_ends_no_task() -> None:
+    """JSON lets a client write half of a pair of surrogates; no engine can cut that either."""
+    asked: list[tuple[str, Any]] = []
+    async with serving({"/tokenize": {"tokens": list(range(300))}}, asked=asked) as url, asker() as tokenizing:
+        known = KnownPrompts()
+        body = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800 ' + b"word " * 200 + b'"}]}'
+        half = parse_request(Endpoint.CHAT, body, request_id="r")
+        tokenizing.ask(untold(known, half), spec(url))
+        tokenizing.ask(untold(known, question(1)), spec(url))
+        await until(lambda: tokenizing.results["told"] == 1)
+        assert tokenizing.results["skipped"] == 1
+        assert known.usable
+    assert len(asked) == 2
+
+
 async def test_the_queue_is_bounded_and_the_newest_stay() -> None:
     async with open_control_client() as control:
         tokenizing = EngineTokenizing(control, time.monotonic, TokenizingSettings(queue_size=3))
