@@ -94,6 +94,10 @@ class Feeds:
                     changed.append((member, seat))
         for member, seat in changed:
             async with self._turns:
+                if not self._wrong_size(member, seat):
+                    continue
+                for feed in seat.feeds.values():
+                    feed.resync()  # before the first step: what is half gone is neither to be believed nor copied
                 for clear in (self._index.purging, self._index.forgetting):
                     if self._wrong_size(member, seat):
                         await _in_steps(clear(seat.slot, most=_FORGOTTEN_AT_ONCE))
@@ -112,8 +116,6 @@ class Feeds:
             worker = self._fleet.workers[seat.spec.name]
             seat.block_size = self._key_block_size(seat)
             self._index.bind(seat.slot, block_size=seat.block_size, engine=worker.facts.engine)
-            for feed in seat.feeds.values():
-                feed.resync()
 
     def _trust_changed(self, seat: Seat) -> None:
         """At once: a request that is decided next is judged by what the feeds are then."""

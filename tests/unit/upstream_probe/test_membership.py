@@ -33,6 +33,7 @@ from gateway.records import (
     WorkerSpec,
 )
 from gateway.upstream.control import ControlClient, ProbeFailed
+from gateway.upstream.kv_feed import KvFeed
 from gateway.upstream.load_listening import LoadListening
 from gateway.upstream.membership import Membership, MembershipSettings
 
@@ -185,6 +186,26 @@ async def test_a_worker_taken_out_while_others_are_fitted_to_it_leaves_no_tasks(
         await joining
     assert set(stand.membership.members) == set(stand.fleet.workers) == {W1}
     assert stand.tasks.names == {f"worker {W1}", f"load {W1}"}
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves meanwhile"])
+async def test_feeds_learn_anew_what_was_taken_out_for_another_size(
+    stand: Stand, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first step on, and also when the size is the old one again behind the last."""
+    wished: list[int] = []
+    await stand.membership.add(replace(spec(W1, kv_events="tcp://127.0.0.1:1"), block_size=32))
+    slot = stand.fleet.workers[W1].slot
+    blocks = [EngineHash(number + 1) for number in range(3000)]
+    stand.index.apply(slot, 0, [Stored(blocks, None, list(range(3000 * 32)), 32)])
+    monkeypatch.setattr(KvFeed, "resync", lambda _: wished.append(stand.index.resident(slot, Tier.GPU)))
+    joining = asyncio.create_task(stand.membership.add(replace(spec(W2), block_size=16)))
+    await until(lambda: stand.index.resident(slot, Tier.GPU) < 3000)
+    if leaves:
+        await stand.membership.leave(W2)
+    await asyncio.gather(joining, return_exceptions=True)
+    assert stand.membership.members[W1].seats[W1].block_size == (32 if leaves else 16)
+    assert wished == [3000]
 
 
 async def test_an_interrupted_joining_leaves_nothing_behind(stand: Stand) -> None:
