@@ -140,13 +140,18 @@ class FollowUp:
 @dataclass
 class Chats:
     """Four-turn chats of streams, each turn through the next gateway. With `again` a turn whose gateway dies under it
-    goes to the next one, as a load balancer or a client does it; those are counted as `moved`."""
+    goes to the next one, as a load balancer or a client does it; those are counted as `moved`. No turn begins while
+    `go` is not set."""
 
     again: bool = False
+    go: asyncio.Event = field(default_factory=asyncio.Event)
     follow_ups: list[FollowUp] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     moved: int = 0
     done: int = 0
+
+    def __post_init__(self) -> None:
+        self.go.set()
 
     @property
     def hit(self) -> float:
@@ -186,6 +191,7 @@ class Chats:
                 before = 0
                 for turn in range(turns):
                     messages.append({"role": "user", "content": _text(rng, words)})
+                    await self.go.wait()
                     try:
                         through, text, usage = await ask(number, messages)
                     except (httpx.HTTPError, AssertionError) as error:
