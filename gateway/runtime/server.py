@@ -7,6 +7,8 @@ Rules:
 3. After the end no connection and no request is left: requests are cancelled, and what was written may be taken for a
    second more. Who was accepted in the same moment is cut as soon as the connection is made, which may be later: a TLS
    handshake takes its time.
+4. A connection on which no request has come within the header time is closed. Our own protocol (`edge`) sees to that
+   itself, uvicorn's does not: whoever reached the port could hold all of the process's open files.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class PortServer(uvicorn.Server):
         super().__init__(config)
         self.serving = asyncio.Event()
         self._tls = tls
-        self._handshake_s = limits.header_timeout_s
+        self._header_s = limits.header_timeout_s
+        self._own_protocol = http != "httptools"
         self._ended = asyncio.Event()
 
     def end(self) -> None:
@@ -71,11 +74,12 @@ class PortServer(uvicorn.Server):
         # As uvicorn does it, with limits on how long the beginning and the end of TLS may take.
         await self.lifespan.startup()
         config = self.config
-        protocol = _cut_after(self._ended, config.http_protocol_class)
+        own = self._own_protocol
+        protocol = _watched(config.http_protocol_class, self._ended, first_s=None if own else self._header_s)
         make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
         limits: dict[str, Any] = {}
         if self._tls is not None:
-            limits = {"ssl_handshake_timeout": self._handshake_s, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
+            limits = {"ssl_handshake_timeout": self._header_s, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(make, sock=listener, ssl=self._tls, backlog=config.backlog, **limits)
@@ -106,16 +110,23 @@ class PortServer(uvicorn.Server):
             connection.transport.abort()
 
 
-def _cut_after(ended: asyncio.Event, protocol: Any) -> Any:
-    """The same protocol class; what is made of it is cut at once when the server has ended by then (rule 3)."""
+def _watched(protocol: Any, ended: asyncio.Event, *, first_s: float | None) -> Any:
+    """The same protocol class; what is made of it is cut at once when the server has ended by then (rule 3), and closed
+    when it has brought no request after `first_s` seconds, if that is given (rule 4)."""
 
-    class Cut(protocol):  # type: ignore[misc]
+    class Watched(protocol):  # type: ignore[misc]
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             if ended.is_set():
                 transport.abort()
+            elif first_s is not None:
+                self.loop.call_later(first_s, self._close_silent)
 
-    return Cut
+        def _close_silent(self) -> None:
+            if self.cycle is None and not self.transport.is_closing():
+                self.transport.close()
+
+    return Watched
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -22,10 +22,12 @@ PATIENCE_S = 30.0
 
 
 @asynccontextmanager
-async def _serving(app: FastAPI) -> AsyncIterator[tuple[PortServer, asyncio.Task[None], tuple[str, int]]]:
+async def _serving(
+    app: FastAPI, **limits: float
+) -> AsyncIterator[tuple[PortServer, asyncio.Task[None], tuple[str, int]]]:
     listener = listen("127.0.0.1", 0)
     address = listener.getsockname()
-    server = PortServer(app, http="httptools", tls=None, limits=ServerSettings())
+    server = PortServer(app, http="httptools", tls=None, limits=ServerSettings(**limits))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -79,6 +81,15 @@ async def test_a_request_that_is_open_at_the_end_is_cancelled() -> None:
         writer.close()
     assert not server.server_state.connections
     assert not server.server_state.tasks
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: "], ids=["silent", "half a head"])
+async def test_a_connection_that_brings_no_request_is_closed(sent: bytes) -> None:
+    async with _serving(FastAPI(), header_timeout_s=0.2) as (_, _, address), asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(sent)
+        assert await reader.read() == b""
+        writer.close()
 
 
 async def test_an_answer_that_was_written_is_taken_after_the_end() -> None:
