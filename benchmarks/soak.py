@@ -1,10 +1,11 @@
 """What becomes of requests while things break: every one of them is accounted for.
 
-    python -m benchmarks.soak chaos   [--minutes 3] [--rate 40] [--engines 4] [--seed 1]
+    python -m benchmarks.soak chaos   [--minutes 3] [--rate 40] [--engines 4] [--seed 1] [--hedge 0.9]
     python -m benchmarks.soak streams [--streams 1100] [--seconds 30]
 
 `chaos`: a steady open loop through `kvgate serve` over simulated engines; every few seconds one is killed and started
-again, while others cut, stall, refuse, reset and lose events; a tenth of the clients leave early. `streams`: very
+again, while others cut, stall, refuse, reset and lose events; a tenth of the clients leave early. With `--hedge`
+late requests get a second worker, beyond that share of their like and 0.2 s. `streams`: very
 many streams at a time through one process, a chunk every 200 ms each. Prints a table and, with `--out`, writes JSON.
 """
 
@@ -51,6 +52,7 @@ timeouts: {first_byte_s: 5, idle_s: 5}
 health: {open_s: 2, probe_s: 1, slow_start_s: 2}
 telemetry: {log_level: warning}
 """
+HEDGING = "retries: {{hedge_percentile: {}, hedge_floor_s: 0.2}}\n"
 
 
 def free_port() -> int:
@@ -129,7 +131,7 @@ def _ending(status: str, data: bytes, *, stream: bool) -> str:
     return "finished" if data.endswith(b"}") else "cut"
 
 
-async def chaos(minutes: float, rate: float, engines: int, seed: int, folder: Path) -> dict[str, object]:
+async def chaos(minutes: float, rate: float, engines: int, seed: int, hedge: float, folder: Path) -> dict[str, object]:
     """The figures of one run."""
     rng = Random(seed)
     ports = [free_port() for _ in range(engines)]
@@ -139,7 +141,7 @@ async def chaos(minutes: float, rate: float, engines: int, seed: int, folder: Pa
     ]
     port, admin = free_port(), free_port()
     config = folder / "kvgate.yaml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG + (HEDGING.format(hedge) if hedge else ""))
     workers = [part for worker in ports for part in ("--worker", f"http://127.0.0.1:{worker}")]
     serve = ("serve", "--config", str(config), "--port", str(port), "--admin-port", str(admin), *workers)
     gateway = Process(folder / "serve.log", "gateway", *serve)
@@ -192,12 +194,14 @@ async def chaos(minutes: float, rate: float, engines: int, seed: int, folder: Pa
         await making
         await asyncio.gather(*running)
         left = await _settled(f"http://127.0.0.1:{admin}/metrics")
+        second = await _by_label(f"http://127.0.0.1:{admin}/metrics", "hedges_total", "outcome") if hedge else None
         return {
             "requests": number,
             "accounted": done.total(),
             "ends": dict(sorted(done.items())),
             "lost": sum(done[end] for end in LOST),
             "faults": dict(sorted(faults.items())),
+            **({"second workers": second} if second is not None else {}),
             **left,
             "rss_mb_after_a_third": round(warm_mb, 1),
             "rss_mb_at_the_end": round(gateway.rss_mb(), 1),
@@ -222,6 +226,14 @@ async def _settled(metrics: str) -> dict[str, float]:
                 break
             await asyncio.sleep(0.25)
     return sums
+
+
+async def _by_label(metrics: str, name: str, label: str) -> dict[str, float]:
+    """A counter by one of its labels."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        text = (await http.get(metrics)).text
+    found = re.findall(rf'^kvgate_{name}{{.*{label}="(\w+)".*}} (\S+)$', text, re.MULTILINE)
+    return {value: float(count) for value, count in found}
 
 
 async def streams(count: int, seconds: float, folder: Path) -> dict[str, object]:
@@ -280,13 +292,14 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=40, help="requests a second")
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hedge", type=float, default=0.0, help="retries.hedge_percentile; 0: off")
     parser.add_argument("--streams", type=int, default=1100)
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.mode == "chaos":
-            figures = uvloop.run(chaos(args.minutes, args.rate, args.engines, args.seed, Path(folder)))
+            figures = uvloop.run(chaos(args.minutes, args.rate, args.engines, args.seed, args.hedge, Path(folder)))
         else:
             figures = uvloop.run(streams(args.streams, args.seconds, Path(folder)))
     width = max(len(name) for name in figures)
