@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 
 import pytest
@@ -359,3 +360,46 @@ async def test_a_session_goes_where_its_answer_came_from(winner: int) -> None:
         calls[winner].plain(OK)
         assert (await client.answer()).status == 200
         assert r.router.sessions.find("s", r.edge.clock()) == r.workers[winner].name
+
+
+@both_loops
+async def test_no_request_is_left_for_the_collector() -> None:
+    """Neither one that was overtaken nor one both of whose workers failed: a dropped connection alone is."""
+    calls: list[Call] = []
+
+    def script(call: Call) -> None:
+        """Every second call is a second worker's: it answers, or fails with the first, in turns."""
+        calls.append(call)
+        if len(calls) % 4 == 2:
+            call.plain(OK)
+        elif len(calls) % 4 == 0:
+            for each in calls[-2:]:
+                each.plain(b"{}", status="500 Bad")
+
+    limits = EdgeLimits(max_retries=1)
+    async with relay(script, script, hedges=RULES, timeouts=PATIENT, limits=limits) as r:
+        taught(r)
+        r.fleet.pools["m"].retries.ratio = 100.0
+        client = await r.client()
+
+        async def some(count: int) -> None:
+            for number in range(count):
+                client.send(post(ask()))
+                assert (await client.answer()).status == (500 if number % 2 else 200)
+                await until(r.quiet)
+                for worker in r.fleet.workers.values():
+                    worker.health.reset(r.edge.clock())
+
+        await some(4)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            await some(10)
+            gc.collect()
+            left = {type(each).__name__ for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert not left & {"Attempts", "Exchange", "Lease", "Race", "_Runner", "frame", "InferenceRequest"}
