@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.pool import PoolRates, Reservation, Worker
@@ -293,3 +295,12 @@ def test_an_overtaken_request_is_evidence_for_the_speed() -> None:
     worker.reserve(beside, 271.0)
     worker.overtaken(beside, 290.0)  # behind another one
     assert worker.slowdown == slow
+
+
+def test_what_decisions_read_follows_a_speed_that_is_known_better_and_a_changed_cache() -> None:
+    worker = make_worker()
+    worker.speed.learn(3.0)
+    worker.relearn()
+    assert worker.standing[0] == worker.slowdown != 1.0
+    worker.refit(replace(worker.facts, kv_blocks=500), 16)
+    assert worker.standing[9] == worker.kv_capacity == 8_000
