@@ -29,8 +29,9 @@ from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, Appro
 from gateway.kv.events import KvEvent
 from gateway.kv.ingest import Placement
 from gateway.kv.numbers import Applied, IndexStats, Mark, Tally, applied, index_stats
-from gateway.kv.overlap import Overlaps, run_on
+from gateway.kv.overlap import Overlaps
 from gateway.kv.preview import Preview
+from gateway.kv.runs import run_on, run_within
 from gateway.kv.snapshot import RankBlocks, putting_back, taken
 from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, RankTable, WorkerTable
@@ -46,8 +47,6 @@ DEFAULT_SPECULATIVE_LIMIT: Final = 500_000
 
 DEFAULT_OFFLOAD_TTL_S: Final = 3600.0
 """Shared stores are large, and what is used is announced again; an hour is a guess on the short side."""
-
-_UNKNOWN: Final = BlockKey(-1)  # stands for a block whose key was not told; keys are unsigned
 
 _EXPIRED_AT_ONCE: Final = 5_000  # some 5 ms; the rest waits for the next turn
 
@@ -70,8 +69,6 @@ class KvIndex:
         is how long blocks count that nobody will ever remove (`gateway.kv.offload`)."""
         self._placement = Placement(offload_ttl_s)
         self._truncation = Truncation(self._placement, max_bytes) if max_bytes is not None else None
-        self._total = 0
-        """What all workers' tables take, in blocks (`WorkerTable.weight`); counted for the cap only."""
         self._hidden = 0
         self._speculative = SpeculativeBlocks(speculative_limit)
         self._approximate = ApproximateBlocks(self._placement.masks[0], approximate) if approximate else None
@@ -114,7 +111,8 @@ class KvIndex:
             return
         self.purge(slot)
         self._hidden &= ~worker.bit
-        self._total -= worker.weighed
+        if self._truncation is not None:
+            self._truncation.total -= worker.weighed
         worker.promises.clear()
         if self._approximate is not None:
             self._approximate.release(worker.bit)
@@ -227,18 +225,9 @@ class KvIndex:
 
     def _weigh(self, worker: WorkerTable) -> None:
         """The worker's tables have changed: see that all together keep within the cap."""
-        truncation = self._truncation
-        if truncation is None:
-            return
-        weight = worker.weight()
-        self._total += weight - worker.weighed
-        worker.weighed = weight
-        total = self._total + (self._approximate.held if self._approximate is not None else 0)
-        if total > truncation.limit:
-            truncation.keep(self._workers.values(), total)
-            for other in self._workers.values():
-                other.weighed = other.weight()
-            self._total = sum(other.weighed for other in self._workers.values())
+        if self._truncation is not None:
+            learned = self._approximate.held if self._approximate is not None else 0
+            self._truncation.weigh(worker, self._workers.values(), learned)
 
     def purge(self, slot: Slot, rank: int | None = None) -> int:
         """Forget one rank's blocks, or all of the worker's. Returns how many (rank, tier, block) entries went.
@@ -307,9 +296,7 @@ class KvIndex:
     def announced(self, slot: Slot, key: BlockKey) -> bool:
         """Whether the worker's events say that it holds this block, in any tier; a promise is no announcement."""
         worker = self._workers.get(slot)
-        if worker is None:
-            return False
-        return any(masks.get(key, 0) & worker.bit for masks in self._placement.masks)
+        return worker is not None and any(masks.get(key, 0) & worker.bit for masks in self._placement.masks)
 
     def mark(self, slot: Slot) -> Mark:
         """Compare two of one slot to see what happened in between; an unbound slot has the zero mark."""
@@ -372,11 +359,12 @@ class KvIndex:
         if worker is None:
             return Speculation(None, [])
         parts: list[Part] = []
+        gpu = self._placement.masks[0]
         run = None if overlaps is None else overlaps.run(slot)
         for keys, _ in blocks.chains:
-            length = self._run(worker, keys, 0) if run is None else run
+            length = run_on(keys, 0, worker.bit, gpu, self._speculative.heads) if run is None else run
             self._speculative.promise(worker.promises, keys, length, parts)
-            if self._truncation is not None and self._truncation.watches(self._total):
+            if self._truncation is not None and self._truncation.watches:
                 self._truncation.ask(keys[:length])
         return Speculation(worker.promises, parts)
 
@@ -386,21 +374,10 @@ class KvIndex:
         if worker is None:
             return Speculation(None, [])
         parts: list[Part] = []
-        chain = [_UNKNOWN] * first + list(keys)
-        run, end = -1, first
-        while run < end < len(chain):
-            run = end
-            stretch = worker.promises.covering(chain, run)  # it may have begun before `first`
-            if stretch is not None:
-                end = stretch.goes_with(chain, stretch.start, same=run + 1 - stretch.start)
-            else:
-                end = self._run(worker, chain, run)
-        self._speculative.promise(worker.promises, chain, end, parts, first=first)
+        chain = [BlockKey(-1)] * first + list(keys)  # what was not told is no key: they are unsigned
+        run = run_within(chain, first, worker.promises, self._placement.masks[0], self._speculative.heads)
+        self._speculative.promise(worker.promises, chain, run, parts, first=first)
         return Speculation(worker.promises, parts)
-
-    def _run(self, worker: WorkerTable, keys: Sequence[BlockKey], at: int) -> int:
-        """Where the worker's run over announced and promised blocks ends that has come to block `at`."""
-        return run_on(keys, at, worker.bit, self._placement.masks[0], self._speculative.heads)
 
     def retract(self, speculation: Speculation) -> None:
         """End a speculation; idempotent, also after its slot was released or bound anew."""

@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -45,12 +45,14 @@ def blocks_within(max_bytes: int) -> int:
 
 
 class Truncation:
-    """Keeps `total` blocks under `limit`. The index counts `total` and tells which prefixes are asked for."""
+    """Keeps what all workers' tables take (`total`, in blocks as `WorkerTable.weight` counts) under `limit`. The index
+    tells when a table has changed and which prefixes are asked for."""
 
-    __slots__ = ("_asked", "_asked_before", "_placement", "_slices", "limit", "truncated")
+    __slots__ = ("_asked", "_asked_before", "_placement", "_slices", "limit", "total", "truncated")
 
     def __init__(self, placement: Placement, max_bytes: int) -> None:
         self.limit = blocks_within(max_bytes)
+        self.total = 0
         self.truncated = 0
         self._placement = placement
         self._asked: set[BlockKey] = set()
@@ -58,9 +60,10 @@ class Truncation:
         self._slices: dict[int, tuple[RankTable, int, list[EngineHash]]] = {}
         """By worker's bit: what is left of the slice being dropped."""
 
-    def watches(self, total: int) -> bool:
+    @property
+    def watches(self) -> bool:
         """Whether `ask` should be told: the cap is near."""
-        return total > self.limit * _WATCH_FROM
+        return self.total > self.limit * _WATCH_FROM
 
     def ask(self, keys: Sequence[BlockKey]) -> None:
         """A request was sent to a worker that has these blocks."""
@@ -71,6 +74,17 @@ class Truncation:
     def forget(self, bit: int) -> None:
         """The worker's tables were emptied."""
         self._slices.pop(bit, None)
+
+    def weigh(self, worker: WorkerTable, workers: Collection[WorkerTable], learned: int) -> None:
+        """The worker's tables have changed; `learned` blocks count beside those of all `workers`."""
+        weight = worker.weight()
+        self.total += weight - worker.weighed
+        worker.weighed = weight
+        if self.total + learned > self.limit:
+            self.keep(workers, self.total + learned)
+            for other in workers:
+                other.weighed = other.weight()
+            self.total = sum(other.weighed for other in workers)
 
     def keep(self, workers: Iterable[WorkerTable], total: int) -> int:
         """Drop what is too much, at most `_MOST` blocks; the rest with the next call. Returns how many went."""
