@@ -214,7 +214,7 @@ class Worker:
         if period is not None and period.clean and reservation.pending and len(self._pending) == 1:
             took_s = now - self._own_since
             self.rates.learn_late(reservation.new_tokens, reservation.cached_tokens, took_s, self.speed)
-            self.slowdown = self.speed.value
+            self.relearn()
         if max(self._answered_at, self._silent_at) >= reservation.sent_at:
             return False
         self._silent_at = now
