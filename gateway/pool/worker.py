@@ -131,6 +131,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.idle_since_s = self.rates.waited_s
+        self.rates.settled_s = self.rates.waited_s  # it could not have helped with what was waited for before
         self.respec(self.spec)
         self._fit_capacity()
         self._stand()

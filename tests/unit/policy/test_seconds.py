@@ -112,3 +112,19 @@ def test_costs_are_finite_at_the_edges() -> None:
     full = Stand(kv_capacity=16, kv_tokens=10**9, unindexed_tokens=10**9, evict_discount=1.0, slowdown=100.0)
     for hit in (0, 999, 1000):
         assert all(math.isfinite(value) for value in score(full, hit, resident=10**9))
+
+
+def test_a_newcomer_earns_what_others_waited_also_while_it_answers() -> None:
+    """One whose cache is as full as the others' earns only since it had nothing to do."""
+    ask = PLAIN._replace(waited_s=5.0, settled_s=2.0)
+
+    def idle_s(worker: Stand, resident: int) -> float:
+        view = View([Stand(inflight_requests=1), Stand(inflight_requests=1), worker], [0] * 3, [9000, 9000, resident])
+        return Terms(*Seconds().score(ask, view, 0.0)[2]).idle_s
+
+    answers = Stand(inflight_requests=1, idle_since_s=4.5)
+    assert idle_s(answers, 0) == pytest.approx(3.0)
+    assert idle_s(Stand(inflight_requests=1, slowdown=2.0), 0) == pytest.approx(1.5)
+    assert idle_s(answers, 8000) == 0.0
+    assert idle_s(Stand(idle_since_s=4.5), 8000) == pytest.approx(0.5)
+    assert idle_s(Stand(inflight_requests=1, pending_s=0.1, head_s=0.1), 0) == 0.0

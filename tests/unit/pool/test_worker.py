@@ -304,3 +304,10 @@ def test_what_decisions_read_follows_a_speed_that_is_known_better_and_a_changed_
     assert worker.standing[0] == worker.slowdown != 1.0
     worker.refit(replace(worker.facts, kv_blocks=500), 16)
     assert worker.standing[9] == worker.kv_capacity == 8_000
+
+
+def test_who_joins_earns_nothing_for_waits_from_before() -> None:
+    rates = PoolRates()
+    rates.waited_s = 7.0
+    worker = make_worker(rates=rates)
+    assert (worker.idle_since_s, rates.settled_s) == (7.0, 7.0)
