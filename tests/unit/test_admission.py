@@ -381,6 +381,51 @@ def test_a_tenants_own_workers_at_their_limit_hold_its_requests() -> None:
     assert second.where() == "w0"
 
 
+def test_those_whose_own_workers_are_full_do_not_hold_up_who_may_go_elsewhere() -> None:
+    """Forty requests wait for one tenant's worker, which is at its limit and computes nothing now; looking at them all
+    is more than a step."""
+    hall = Hall(0, max_inflight=1, warm=False, settings=AdmissionSettings(hold_s=0.0))
+    for name, tenant in (("w0", "a"), ("w1", "b"), ("w2", "b")):
+        hall.join(name)
+        worker = hall.worker(name)
+        hall.fleet.remove(worker.id, 0.0)
+        hall.fleet.add(replace(worker.spec, tenants=frozenset({tenant})), worker.facts, 0.0)
+    hall.fleet.drain(hall.worker("w2").id, 0.0, on=True)
+    for tenant in "ab":
+        hall.ask(10, tenant=tenant)[0].granted.first_byte(0.1)
+    waiting = [hall.ask(10, 0.1, tenant="a", priority=-1)[0] for _ in range(40)]
+    other = hall.ask(10, 0.1, tenant="b")[0]
+    assert not any(waiter.where() for waiter in (*waiting, other))
+    hall.fleet.drain(hall.worker("w2").id, 0.2, on=False)
+    steps = 0
+    while hall.admission.pump(0.2) == 0.2:
+        steps += 1
+        assert steps < 10, "goes on for ever"
+    assert other.where() == "w2"
+    assert not any(waiter.where() for waiter in waiting)
+
+
+def test_those_that_prefer_a_busy_one_among_equals_do_not_hold_up_who_may_go() -> None:
+    """For forty requests the worker that holds their prompt costs nearly what the idle one does, and they wait for it:
+    looked at once, they are not looked at again until the costs have moved."""
+    hall = Hall(2)
+    known = list(range(100_000, 103_000))
+    hall.hold("w0", known)
+    hall.fleet.drain(hall.worker("w1").id, 0.0, on=True)
+    hall.ask([*known, *range(4500)])  # 4.5 s of work
+    waiting = [hall.ask([*known, number], priority=-1)[0] for number in range(40)]
+    cold = hall.ask(500)[0]
+    hall.fleet.drain(hall.worker("w1").id, 0.1, on=False)
+    there, idle = (row[0] for row in hall.router.consider(request(stream=True), prompt([*known, 0]), 0.1).scores)
+    now = 0.1 + there - idle - 0.02
+    steps = 0
+    while hall.admission.pump(now) == now:
+        steps += 1
+        assert steps < 10, "goes on for ever"
+    assert not any(waiter.where() for waiter in waiting)
+    assert cold.where() == "w1"
+
+
 def test_the_waits_of_the_score_are_those_of_the_line() -> None:
     hall = Hall(3)
     for tokens in (3000, 500, 1200, 90):
