@@ -194,7 +194,7 @@ class Hall(RuleBasedStateMachine):
         assert (self.admission.held, self.router.open_leases) == (0, 0)
 
 
-Hall.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Hall.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestHall = Hall.TestCase
 
 
@@ -252,5 +252,5 @@ def _before(one: PriorityClass, other: PriorityClass) -> bool:
     return ranks.index(one) < ranks.index(other)
 
 
-Turns.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Turns.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestTurns = Turns.TestCase

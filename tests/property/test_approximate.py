@@ -76,7 +76,7 @@ class Naive:
         return length
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps)
 def test_learned_blocks_equal_the_naive_model(
     steps: list[tuple[str, Slot, list[int], bool, int]],

@@ -365,4 +365,4 @@ class FeedMachine(RuleBasedStateMachine):
 
 
 TestFeedsAndIndex = FeedMachine.TestCase
-TestFeedsAndIndex.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestFeedsAndIndex.settings = settings(max_examples=150, stateful_step_count=50)

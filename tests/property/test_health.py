@@ -61,7 +61,7 @@ def check(health: Health, now: float) -> None:
 
 
 @given(steps)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_from_any_evidence_it_recovers(sequence: list[tuple[str, float, float]]) -> None:
     """Whatever has happened: when the worker is there, nobody drains it and its trials pass, it is ready after the
     longest pause and a slow start, without a single request."""
@@ -88,7 +88,7 @@ def test_from_any_evidence_it_recovers(sequence: list[tuple[str, float, float]])
 
 
 @given(steps)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_worker_that_always_fails_is_ejected_from_any_state(sequence: list[tuple[str, float, float]]) -> None:
     health, now = Health(SETTINGS), 100.0
     for what, wait, ago in sequence:
@@ -105,7 +105,7 @@ def test_a_worker_that_always_fails_is_ejected_from_any_state(sequence: list[tup
     st.lists(st.tuples(st.floats(0, 4), st.integers(0, 40), st.integers(0, 40)), max_size=60),
     st.floats(0, 1),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_retries_never_exceed_their_share(sequence: list[tuple[float, int, int]], ratio: float) -> None:
     budget, now = RetryBudget(ratio), 1000.0
     log: list[tuple[int, int, int]] = []

@@ -261,4 +261,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=120, stateful_step_count=40)

@@ -191,4 +191,4 @@ def request(prompt: list[int], *, text: bool) -> PrefixBlocks:
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
+TestBooks.settings = settings(max_examples=100, stateful_step_count=80)

@@ -53,7 +53,7 @@ def blocks_of(hasher: PromptHasher, request: InferenceRequest) -> PrefixBlocks:
 
 
 @given(st.lists(st.lists(contents, min_size=1, max_size=6), min_size=1, max_size=4), st.sampled_from([None, "s"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_blocks_of_growing_chats(conversations: list[list[str]], salt: str | None) -> None:
     """Small caches, so that eviction happens in between; every answer must be as if there were none."""
     hasher = PromptHasher.load(MODELS[1], piece_cache_bytes=4_000, chain_cache_bytes=8_000)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from random import Random
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.policy import Ask, Seconds, View, Weights, pick
@@ -14,9 +14,6 @@ from gateway.records import Slot, Terms, WorkerId
 from tests.unit.policy.stand import Stand
 
 CAPACITY = 100_000
-
-at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""No test may fail because the machine is slow."""
 
 
 def build(number: int, values: tuple[float, float, float, int, int, float, float]) -> Stand:
@@ -59,7 +56,6 @@ worse = st.sampled_from(
 )
 
 
-@at_any_speed
 @given(values=st.lists(stands, min_size=2, max_size=6), ask=asks, weight=weights, what=worse, more=st.floats(0, 50),
        seed=st.integers(0, 99), data=st.data())  # fmt: skip
 def test_adding_cost_never_makes_a_worker_more_attractive(
@@ -102,7 +98,6 @@ def test_adding_cost_never_makes_a_worker_more_attractive(
         assert terms[burdened].cost <= limit + near + 1e-9
 
 
-@at_any_speed
 @given(value=stands, ask=asks, data=st.data())
 def test_more_overlap_never_costs_more(
     value: tuple[float, float, float, int, int, float, float], ask: Ask, data: st.DataObject

@@ -113,7 +113,7 @@ def test_a_prompt_shorter_than_a_block_is_not_kept() -> None:
     assert not known.wants(text_of("short"), block_size=SIZE)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=12), st.integers(1_000, 40_000))
 def test_what_is_found_is_always_the_beginning_of_some_told_prompt(told: list[list[int]], limit: int) -> None:
     """Pieces of 320 letters: prompts part inside of blocks. However they mix, a find gives keys of a prompt that has

@@ -305,7 +305,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(actions, st.integers(0, 3), st.booleans())
 def test_invariants_hold_under_any_use(
     steps: list[tuple[float, str, int, int, int, int]], stride: int, cache_answers: bool

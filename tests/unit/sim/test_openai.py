@@ -207,7 +207,7 @@ FIELDS = (
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4), st.booleans())
 def test_whatever_a_body_holds_is_understood_or_refused(change: dict[str, Any], chat: bool) -> None:
     body = {**CHAT, "prompt": "one", **change}

@@ -116,7 +116,7 @@ class Model:
 PAGES = st.lists(st.integers(0, 2), max_size=7)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.integers(4, 30))
 def test_the_tree_is_a_set_of_pages(data: st.DataObject, capacity: int) -> None:
     model = Model(capacity)
