@@ -49,10 +49,9 @@ def fast_runs(keys: Sequence[BlockKey], slots: int, gpu: Masks) -> list[Run]:
     return runs
 
 
-def run_of(keys: Sequence[BlockKey], bit: int, masks: Masks) -> int:
-    """Length in blocks of one worker's run in one tier."""
+def run_of(keys: Sequence[BlockKey], bit: int, masks: Masks, at: int = 0) -> int:
+    """Where one worker's run in one tier ends that has come to block `at`."""
     held_by = masks.get
-    at = 0
     total = len(keys)
     while at < total:
         stretch = keys[at : at + _STRETCH]
@@ -75,10 +74,9 @@ def run_on(keys: Sequence[BlockKey], at: int, bit: int, gpu: Masks, heads: Heads
                 at = stretch.goes_with(keys, at)
                 break
         else:
-            announced = run_of(keys[at:], bit, gpu) if gpu.get(keys[at], 0) & bit else 0
-            if not announced:
+            if not gpu.get(keys[at], 0) & bit:
                 break
-            at += announced
+            at = run_of(keys, bit, gpu, at)
     return at
 
 
@@ -123,7 +121,7 @@ def run_within(keys: Sequence[BlockKey], first: int, promises: Promises, gpu: Ma
     at, end = -1, first
     while at < end < len(keys):
         at = end
-        stretch = promises.covering(keys, at)
+        stretch = promises.covering(keys, at, first=first)
         if stretch is not None:
             end = stretch.goes_with(keys, stretch.start, same=at + 1 - stretch.start)
         else:

@@ -29,6 +29,8 @@ from gateway.records import BlockKey
 
 _KEY_BYTES: Final = 40  # a Python int and its place in a list
 
+_LOOKED_AT: Final = 32  # keys compared in one go at either end; then twice as many
+
 
 class Stretch:
     """What one worker (`bit`) is promised of one chain: its blocks from number `start` to `end`, and how many
@@ -81,6 +83,18 @@ class Stretch:
                 high = middle
         return low
 
+    def number_of(self, key: BlockKey) -> int:
+        """The number of the block with this key, which is one of its own. Looked for from both ends, so that keys taken
+        out one by one, in whatever order, cost little more than their number."""
+        chain, front, back, width = self.chain, self.start - self.base, self.end - self.base, _LOOKED_AT
+        while front + 2 * width < back:
+            for at in (front, back - width):
+                part = chain[at : at + width]
+                if key in part:
+                    return self.base + at + part.index(key)
+            front, back, width = front + width, back - width, 2 * width
+        return self.base + chain.index(key, front, back)
+
 
 Heads = dict[BlockKey, list[Stretch]]
 """All workers' stretches by their first keys."""
@@ -117,24 +131,26 @@ class Promises:
     def __contains__(self, key: object) -> bool:
         return key in self._keys()
 
-    def ending_at(self, keys: Sequence[BlockKey], end: int) -> Stretch | None:
-        """The stretch that ends with key `end - 1` of a chain, split off if need be; None when that is no promise."""
+    def ending_at(self, keys: Sequence[BlockKey], end: int, *, first: int = 0) -> Stretch | None:
+        """The stretch that ends with key `end - 1` of a chain, split off if need be; None when that is no promise. What
+        is known of the chain begins at `first`."""
         key = keys[end - 1]
         if self._masks.get(key, 0) & self.bit:
             return None
         stretch = self._ends.get(key)
         if stretch is None:
-            stretch = self.covering(keys, end - 1)
+            stretch = self.covering(keys, end - 1, first=first)
             if stretch is not None:
                 self._split(stretch, end)
         return stretch
 
-    def covering(self, keys: Sequence[BlockKey], at: int) -> Stretch | None:
-        """The stretch that holds key `at` of a chain, anywhere."""
+    def covering(self, keys: Sequence[BlockKey], at: int, *, first: int = 0) -> Stretch | None:
+        """The stretch that holds key `at` of a chain, anywhere; keys of the chain before `first` are not known."""
         for start, here in self._starts.items():
             if start <= at:
-                for stretch in here:
-                    if at < stretch.end and stretch.chain[at - stretch.base] == keys[at]:
+                # By its first key, where that is known: of one worker at most one has it.
+                for stretch in self._heads.get(keys[start], ()) if start >= first else here:
+                    if stretch.bit == self.bit and at < stretch.end and stretch.chain[at - stretch.base] == keys[at]:
                         return stretch
         return None
 
@@ -142,12 +158,9 @@ class Promises:
         """The stretches on the way of a chain that the worker's run of `run` blocks does not reach, in their order:
         mostly none."""
         found: list[Stretch] = []
-        if run < len(
-            keys
-        ):  # where the run was not asked for (`KvIndex.overlap` hides workers), one may begin right there
-            found += [stretch for stretch in self._heads.get(keys[run], ()) if stretch.bit == self.bit]
-        for start in sorted(start for start in self._starts if run < start < len(keys)):
-            found += [stretch for stretch in self._starts[start] if stretch.first == keys[start]]
+        # Where the run was not asked for (`KvIndex.overlap` hides workers), one may begin right at its end.
+        for start in sorted(start for start in self._starts if run <= start < len(keys)):
+            found += [stretch for stretch in self._heads.get(keys[start], ()) if stretch.bit == self.bit]
         return found
 
     def add(self, stretch: Stretch) -> None:
@@ -171,7 +184,7 @@ class Promises:
                 self._trim(stretch, end - at)
                 at = end
             else:
-                self._split(stretch, stretch.start + stretch.keys.index(keys[at]))
+                self._split(stretch, stretch.number_of(keys[at]))
 
     def confirm_one(self, key: BlockKey) -> None:
         """`confirm` of one block, for engines that announce them so: mostly the next one of a stretch."""
@@ -351,7 +364,7 @@ class SpeculativeBlocks:
         `first` is not known and left alone. What the speculation stands on is added to `parts`."""
         shared = run if promises.held else 0
         while shared > first:
-            stretch = promises.ending_at(keys, shared)
+            stretch = promises.ending_at(keys, shared, first=first)
             if stretch is None:
                 break
             stretch.refs += 1
