@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from gateway.admin.guard import Unauthorized
 from gateway.errors import GatewayError
+
+_CLIENT_GONE = 499
+"""nginx's code; nobody reads it."""
 
 
 class IsRank(GatewayError):
@@ -50,6 +54,11 @@ def map_errors(app: FastAPI) -> None:
             error.status_code, "bad_request"
         )
         return _error(error.status_code, str(error.detail), "invalid_request_error", code)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        # In the middle of its body: nothing is wrong here, so there is nothing to log.
+        return Response(status_code=_CLIENT_GONE)
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> JSONResponse:

@@ -7,8 +7,9 @@ Rules:
 3. After the end no connection and no request is left: requests are cancelled, and what was written may be taken for a
    second more. Who was accepted in the same moment is cut as soon as the connection is made, which may be later: a TLS
    handshake takes its time.
-4. A connection on which no request has come within the header time is closed. Our own protocol (`edge`) sees to that
-   itself, uvicorn's does not: whoever reached the port could hold all of the process's open files.
+4. A request's head must come within the header time, the first one's from the beginning of the connection, and its body
+   within the body's: else the connection is closed. Our own protocol (`edge`) sees to that itself, uvicorn's does not:
+   whoever reached the port could hold all of the process's open files.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class PortServer(uvicorn.Server):
         super().__init__(config)
         self.serving = asyncio.Event()
         self._tls = tls
-        self._header_s = limits.header_timeout_s
+        self._limits = limits
         self._own_protocol = http != "httptools"
         self._ended = asyncio.Event()
 
@@ -74,15 +75,17 @@ class PortServer(uvicorn.Server):
         # As uvicorn does it, with limits on how long the beginning and the end of TLS may take.
         await self.lifespan.startup()
         config = self.config
-        own = self._own_protocol
-        protocol = _watched(config.http_protocol_class, self._ended, first_s=None if own else self._header_s)
+        protocol: Any = config.http_protocol_class
+        if not self._own_protocol:
+            protocol = _timed(protocol, head_s=self._limits.header_timeout_s, body_s=self._limits.body_timeout_s)
+        protocol = _cut_late(protocol, self._ended)
         make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
-        limits: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self._tls is not None:
-            limits = {"ssl_handshake_timeout": self._header_s, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
+            options = {"ssl_handshake_timeout": self._limits.header_timeout_s, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
         loop = asyncio.get_running_loop()
         self.servers = [
-            await loop.create_server(make, sock=listener, ssl=self._tls, backlog=config.backlog, **limits)
+            await loop.create_server(make, sock=listener, ssl=self._tls, backlog=config.backlog, **options)
             for listener in sockets or ()
         ]
         self.started = True
@@ -110,23 +113,63 @@ class PortServer(uvicorn.Server):
             connection.transport.abort()
 
 
-def _watched(protocol: Any, ended: asyncio.Event, *, first_s: float | None) -> Any:
-    """The same protocol class; what is made of it is cut at once when the server has ended by then (rule 3), and closed
-    when it has brought no request after `first_s` seconds, if that is given (rule 4)."""
+def _cut_late(protocol: Any, ended: asyncio.Event) -> Any:
+    """The same protocol class; what is made of it is cut at once when the server has ended by then (rule 3)."""
 
-    class Watched(protocol):  # type: ignore[misc]
+    class Cut(protocol):  # type: ignore[misc]
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             if ended.is_set():
                 transport.abort()
-            elif first_s is not None:
-                self.loop.call_later(first_s, self._close_silent)
 
-        def _close_silent(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
+    return Cut
+
+
+def _timed(protocol: Any, *, head_s: float, body_s: float) -> Any:
+    """The same protocol class, uvicorn's own; for its heads and bodies there is a time (rule 4)."""
+
+    class Timed(protocol):  # type: ignore[misc]
+        _timer: asyncio.TimerHandle | None = None
+        _awaited: Any = None
+        """What was waited for when the timer was set."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._timer is None:
+                self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._timer is not None:
+                self._timer.cancel()
+
+        def _waits_for(self) -> Any:
+            """The body of this request, or the head behind it; None: nothing, or uvicorn's own time runs, as it does
+            behind an answer until bytes come."""
+            cycle = self.cycle
+            if self.timeout_keep_alive_task is not None or self.transport.is_closing():
+                return None
+            between = cycle is None or cycle.response_complete
+            return (cycle, between) if between or cycle.more_body else None
+
+        def _watch(self) -> None:
+            self._awaited = self._waits_for()
+            if self._awaited is not None:
+                _, head = self._awaited
+                self._timer = self.loop.call_later(head_s if head else body_s, self._look)
+
+        def _look(self) -> None:
+            self._timer = None
+            if self._awaited == self._waits_for():
                 self.transport.close()
+            else:
+                self._watch()
 
-    return Watched
+    return Timed
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -182,12 +183,9 @@ class Readings:
         return ClientReading(3, 1000, 0)
 
 
-@contextlib.asynccontextmanager
-async def admin(
-    gateway: Gateway, *, token: str | None = None, own_names: bool = False
-) -> AsyncIterator[httpx.AsyncClient]:
+def app_of(gateway: Gateway, *, token: str | None = None, own_names: bool = False) -> FastAPI:
     readings = Readings(gateway)
-    app = admin_app(
+    return admin_app(
         AdminViews(
             router=gateway.router,
             admission=Admission(gateway.router, lambda: None),
@@ -204,6 +202,13 @@ async def admin(
             settings=lambda: AdminSettings(token=token, own_names=own_names, max_body_bytes=100_000),
         )
     )
+
+
+@contextlib.asynccontextmanager
+async def admin(
+    gateway: Gateway, *, token: str | None = None, own_names: bool = False
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = app_of(gateway, token=token, own_names=own_names)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
             uvicorn.Config(app, log_config=None, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
@@ -476,6 +481,21 @@ async def test_explain_shows_every_worker_and_runs_nothing(client: httpx.AsyncCl
     assert {name: worker.inflight_requests for name, worker in gateway.fleet.workers.items()} == before
     assert gateway.router.open_leases == 0
     assert (await client.get("/admin/decisions")).json() == {"decisions": []}
+
+
+async def test_a_client_that_leaves_in_the_middle_of_what_is_to_be_explained_is_no_bug(gateway: Gateway) -> None:
+    said = iter([{"type": "http.request", "body": b'{"mod', "more_body": True}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(said)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/admin/explain", "query_string": b"", "headers": []}
+    await app_of(gateway)(scope, receive, send)  # a bug would be raised, for the log
+    assert sent[0]["status"] == 499
 
 
 async def test_explain_names_who_was_not_considered(client: httpx.AsyncClient, gateway: Gateway) -> None:

@@ -92,6 +92,55 @@ async def test_a_connection_that_brings_no_request_is_closed(sent: bytes) -> Non
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET / HTTP/1.1\r\nhost: ", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"],
+    ids=["head", "body"],
+)
+async def test_a_second_request_must_go_on_too(sent: bytes) -> None:
+    app = FastAPI()
+
+    @app.post("/")
+    async def late(body: dict[str, int]) -> None:
+        """Waits for its body."""
+
+    async with (
+        _serving(app, header_timeout_s=0.2, body_timeout_s=0.2) as (_, _, address),
+        asyncio.timeout(PATIENCE_S),
+    ):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 404")
+        writer.write(sent)
+        assert (await reader.read()).endswith(b"}"), "the rest of the answer, and the end"
+        writer.close()
+
+
+async def test_requests_that_come_in_time_keep_their_connection() -> None:
+    app = FastAPI()
+    let_go = asyncio.Event()
+
+    @app.get("/")
+    async def slow() -> None:
+        await let_go.wait()
+
+    async with (
+        _serving(app, header_timeout_s=0.05, body_timeout_s=0.05) as (_, _, address),
+        asyncio.timeout(PATIENCE_S),
+    ):
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(3):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.sleep(0.2)  # longer than either: an answer takes its time
+            let_go.set()
+            assert b"content-length: 4" in await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(4) == b"null"
+            let_go.clear()
+            await asyncio.sleep(0.2)  # and so does who has nothing to ask
+        writer.close()
+
+
 async def test_an_answer_that_was_written_is_taken_after_the_end() -> None:
     app = FastAPI()
     answer = b"x" * 8_000_000
