@@ -65,7 +65,9 @@ class WorkerConnections:
         deadlines: Deadlines,
         tls: ssl.SSLContext | None,
         max_idle: int,
+        open_connections: set[Connection],
     ) -> None:
+        """`open_connections`: those of all workers, these among them while they are open."""
         parts = urlsplit(spec.url)
         # Never in the clear to a worker whose URL says https.
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
@@ -73,7 +75,7 @@ class WorkerConnections:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._max_idle = max_idle
         self._idle: list[Connection] = []
-        self._open: set[Connection] = set()
+        self._open = open_connections
         self.spec = spec
         self.timeouts = timeouts
         self.clock = clock
@@ -147,8 +149,3 @@ class WorkerConnections:
         now = self.clock()
         while self._idle:
             self._idle.pop().overdue(now)
-
-    def shut(self) -> None:
-        """Drop every connection."""
-        for connection in list(self._open):
-            connection.shut()

@@ -121,6 +121,8 @@ class Upstream:
         self._max_idle = max_idle_per_worker
         self._deadlines = Deadlines(clock, tick_s=tick_s)
         self._workers: dict[WorkerId, WorkerConnections] = {}
+        self._open: set[Connection] = set()
+        """Also those to workers that have left, or are at another address now."""
         self._counts: Counter[tuple[WorkerId, str]] = Counter()
 
     def open(self, worker: WorkerSpec) -> UpstreamStream:
@@ -154,8 +156,8 @@ class Upstream:
 
     def close(self) -> None:
         """Drop every connection; streams that still run fail."""
-        for connections in self._workers.values():
-            connections.shut()
+        for connection in list(self._open):
+            connection.shut()
         self._workers.clear()
 
     def _renew(self, worker: WorkerSpec) -> WorkerConnections:
@@ -167,6 +169,7 @@ class Upstream:
             deadlines=self._deadlines,
             tls=self._tls,
             max_idle=self._max_idle,
+            open_connections=self._open,
         )
         if old is not None:
             old.close_idle()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
 import pytest
 
 from gateway.records import EngineKind, Rank, WorkerFacts, WorkerId, WorkerSpec
-from tests.integration.relay_rig import CHAT, Call, RelayRig, answers, ask, post, relay, until
+from tests.integration.relay_rig import CHAT, PATIENCE_S, Call, RelayRig, answers, ask, post, relay, until
 
 OK = b'{"usage":{"prompt_tokens":3,"completion_tokens":1}}'
 FACTS = WorkerFacts(EngineKind.VLLM, "0.32.0", ("m",), block_size=16)
@@ -108,3 +109,23 @@ async def test_a_worker_of_the_same_name_elsewhere_has_its_own_streams() -> None
         r.workers[1].calls[0].end_stream()
         await until(r.quiet)
         assert (old.inflight_requests, r.upstream.open_streams(old.spec)) == (0, 0)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["gone", "elsewhere"])
+async def test_the_end_of_all_connections_reaches_those_of_workers_that_left(moved: bool) -> None:
+    def begun(call: Call) -> None:
+        call.begin_stream(b"data: {}\n\n")
+
+    async with relay(begun, begun) as r:
+        client = await r.client()
+        client.send(post(ask(stream=True)))
+        await client.head()
+        call = await r.workers[0].call()
+        r.upstream.forget(WorkerId("w1"))
+        if moved:
+            r.upstream.open(WorkerSpec(WorkerId("w1"), f"http://127.0.0.1:{r.workers[1].port}")).abort()
+        assert r.upstream.open_streams() == 1
+        r.upstream.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await call.gone.wait()
+        await until(r.quiet)

@@ -229,6 +229,7 @@ async def test_a_worker_that_cannot_prove_who_it_is_gets_no_request(
             deadlines=Deadlines(clock),
             tls=worker_context(WorkerTls(ca=ours.ca), []),
             max_idle=1,
+            open_connections=set(),
         )
         with pytest.raises(WorkerUnreachable):
             await connections.connect()
@@ -245,6 +246,7 @@ async def test_without_a_context_https_is_no_plain_connection() -> None:
         deadlines=Deadlines(clock),
         tls=None,
         max_idle=1,
+        open_connections=set(),
     )
     assert connections.encrypted
 
