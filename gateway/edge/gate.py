@@ -142,13 +142,15 @@ class Edge:
         on_outcome: Callable[[Outcome], None],
         request_ids: Callable[[], str],
         on_retry: Callable[[Outcome], None] | None = None,
+        on_copy_failed: Callable[[Outcome], None] | None = None,
         ask_tokens: Callable[[Untold, WorkerSpec], None] | None = None,
         trace: Callable[[bytes | None], Trace] | None = None,
         settings: EdgeSettings | None = None,
         tick_s: float = 0.25,
     ) -> None:
         """`hashers` gives the hasher of a base model. `on_outcome` gets one record for every request, `on_retry` one
-        for every attempt that was followed by another, `ask_tokens` each prompt whose tokens an engine is to tell, with
+        for every attempt that was followed by another, `on_copy_failed` one for every second copy that failed while the
+        first worker is waited for, `ask_tokens` each prompt whose tokens an engine is to tell, with
         the worker that has begun to answer it. `request_ids` makes an id for a client that sent none,
         `trace` the request's place in a trace from its header `traceparent`.
         `tick_s` is the precision of the client's timeouts."""
@@ -159,6 +161,7 @@ class Edge:
         self.clock = clock
         self.on_outcome = on_outcome
         self.on_retry = on_retry
+        self.on_copy_failed = on_copy_failed
         self.ask_tokens = ask_tokens
         self.trace = trace
         self.request_ids = request_ids

@@ -334,8 +334,10 @@ class Race:
         ended.stop()
         work.exclude(ended.lease)
         if ended is self._second:
-            self._settle(ended.lease, ending)
+            outcome = self._settle(ended.lease, ending)
             self._became(Hedged.FAILED)
+            if self._edge.on_copy_failed is not None:
+                self._edge.on_copy_failed(outcome)
             return
         self._stand_on(self._runners[0], now)
         outcome = self._settle(ended.lease, ending)

@@ -187,6 +187,7 @@ class Gateway:
             clock=self.clock,
             on_outcome=self._record,
             on_retry=self._record_retry,
+            on_copy_failed=self._look,
             ask_tokens=self.tokenizing.ask,
             request_ids=request_id_maker(self._rng),
             trace=self.traces.begin if self.traces is not None else None,

@@ -315,6 +315,7 @@ class RelayRig:
     retried: list[Outcome]
     workers: list[FakeWorker]
     clients: list[RawClient]
+    failed_copies: list[Outcome]
     tls: Tls | None = None
 
     async def client(self, *, limit: int = 1 << 24) -> RawClient:
@@ -379,6 +380,7 @@ async def relay(
     upstream = Upstream(clock=clock, timeouts=timeouts, tick_s=0.02, tls=tls.upstream if tls else None)
     outcomes: list[Outcome] = []
     retried: list[Outcome] = []
+    failed_copies: list[Outcome] = []
     workers: list[FakeWorker] = []
     async with contextlib.AsyncExitStack() as stack:
         for number, script in enumerate(scripts, start=1):
@@ -400,6 +402,7 @@ async def relay(
             clock=clock,
             on_outcome=outcomes.append,
             on_retry=retried.append,
+            on_copy_failed=failed_copies.append,
             request_ids=request_id_maker(rng),
             settings=EdgeSettings(
                 limits=replace(limits or EdgeLimits(), idle_timeout_s=keep_alive_s),
@@ -430,7 +433,7 @@ async def relay(
         server.lifespan = config.lifespan_class(config)
         await server.startup()
         port = server.servers[0].sockets[0].getsockname()[1]
-        rig = RelayRig(port, edge, fleet, router, upstream, outcomes, retried, workers, [], tls)
+        rig = RelayRig(port, edge, fleet, router, upstream, outcomes, retried, workers, [], failed_copies, tls)
         try:
             yield rig
         finally:

@@ -208,6 +208,7 @@ async def test_the_second_fails_and_the_first_is_waited_for(status: str | None) 
         first = await r.workers[0].call()
         await until(lambda: counted(r)[0] == {Hedged.FAILED: 1})
         assert r.upstream.open_streams() == 1
+        assert [copy.worker for copy in r.failed_copies] == ["w2"], "told at once: whoever is gone is looked for"
         first.plain(OK)
         answer = await client.answer()
         assert (answer.status, answer.headers["x-kvgate-worker"], answer.headers["x-kvgate-retries"]) == (
@@ -215,6 +216,7 @@ async def test_the_second_fails_and_the_first_is_waited_for(status: str | None) 
             "w1",
             "0",
         )
+        assert not r.retried
         assert r.outcomes[0].hedged is Hedged.FAILED
         await until(r.quiet)
         assert not r.workers[2].calls, "one second copy a request"
