@@ -34,6 +34,9 @@ STREAM_TAIL_BYTES = 16_384
 HEAD_BYTES = 8_192
 """Kept of the start of an Anthropic stream: `message_start` is the first event and carries no text yet."""
 
+_MOST_TOKENS = 1 << 40
+"""More were never computed for one request."""
+
 _EVENTS_READ = 8
 """How many of the last events of a stream are looked at: usage is in the last or followed by one or two."""
 
@@ -233,7 +236,9 @@ def _usage(parts: list[WireUsage]) -> Usage | None:
         completion = _first(wire.completion_tokens, wire.output_tokens, completion)
         said = _first(wire.cached_tokens, wire.cache_read_input_tokens, cached)
         cached = said if details is None or details.cached_tokens is None else details.cached_tokens
-    return None if prompt is None else Usage(prompt, completion or 0, cached)
+    if prompt is None or not all(0 <= count <= _MOST_TOKENS for count in (prompt, completion or 0, cached or 0)):
+        return None  # means, budgets and metrics are made of them: a wrong number is worse than none
+    return Usage(prompt, completion or 0, cached)
 
 
 def _first(one: int | None, two: int | None, three: int | None) -> int | None:

@@ -125,6 +125,19 @@ def test_usage_of_another_shape_is_unknown(body: bytes) -> None:
     assert read(CHAT_STREAM, [b"data: " + body + b"\n\ndata: [DONE]\n\n"]) is None
 
 
+@pytest.mark.parametrize("wrong", [-1, 1 << 41, 10**400], ids=["negative", "large", "beyond a float"])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens", "cached_tokens"])
+def test_counts_that_cannot_be_are_unknown(name: str, wrong: int) -> None:
+    """Of a plain answer and of a stream, whose usage event is taken out all the same."""
+    usage = json.dumps({"prompt_tokens": 9, "completion_tokens": 2, "cached_tokens": 1, name: wrong})
+    tail = AnswerTail(Endpoint.CHAT, stream=False)
+    tail.add(b'{"choices":[],"usage":%b}' % usage.encode())
+    assert tail.usage() is None
+    passing = UsageEventFilter()
+    assert passing.feed(b'data: {"choices":[],"usage":%b}\n\n' % usage.encode()) + passing.finish() == b""
+    assert passing.usage is None
+
+
 def test_a_large_last_event_is_read_from_its_tail() -> None:
     entry = {"endpoint": "RESPONSES", "headers": [["content-type", "text/event-stream"]]}
     event = b'data: {"response":{"output":"%b","usage":{"input_tokens":7,"output_tokens":1}}}\n\n'
