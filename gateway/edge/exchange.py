@@ -337,10 +337,13 @@ class Exchange:
         lease = self._work.lease
         if lease is None:
             return
-        lease.first_byte(now)
         untold, self._untold = self._untold, None
-        if untold is not None and self._edge.ask_tokens is not None:
-            self._edge.ask_tokens(untold, lease.worker.spec)
+        try:
+            lease.first_byte(now)
+            if untold is not None and self._edge.ask_tokens is not None:
+                self._edge.ask_tokens(untold, lease.worker.spec)
+        except Exception:  # noqa: BLE001  a bug: logged with its traceback; the answer is on its way, and its end settles
+            _log.exception("the first byte of request %s met a bug of the gateway", self._notes.request_name)
 
     def answered(self, now: float) -> None:
         """The answer is with the client, whole."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.edge import EdgeLimits, PhaseTimeouts
+from gateway.leases import Ledger
 from gateway.records import Endpoint, Result
 from gateway.upstream.connections import Timeouts
 from tests.integration.relay_rig import Call, RelayRig, Script, answers, ask, both_loops, post, relay, silent, until
@@ -690,3 +691,33 @@ async def test_an_event_stream_that_has_no_body_gets_none(sent: str, got: int) -
         assert head.startswith(b"HTTP/1.1 %d " % got)
         assert (body == b"") == (got == 304)
         await until(r.quiet)
+
+
+@both_loops
+@pytest.mark.parametrize("how", ["at once", "body later", "stream"])
+async def test_a_bug_in_what_follows_from_the_first_byte_costs_no_answer_and_no_lease(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bytes are with the client by then; nobody but the end of the answer could settle it."""
+
+    def broken(*_: object) -> bool:
+        raise RuntimeError("seeded bug")
+
+    monkeypatch.setattr(Ledger, "prefilled", broken)
+    async with relay(silent) as r:
+        client = await r.client()
+        client.send(post(ask(stream=how == "stream")))
+        call = await r.workers[0].call()
+        if how == "at once":
+            call.plain(OK)
+        elif how == "body later":
+            call.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(OK))
+            await client.head()
+            call.send(OK)
+        else:
+            call.begin_stream(TOKEN, DONE)
+            call.end_stream()
+        outcome = await r.outcome()
+        assert (outcome.status, outcome.result) == (200, Result.COMPLETED)
+        await until(r.quiet)
+    assert "seeded bug" in caplog.text
