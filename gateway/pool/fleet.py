@@ -279,7 +279,7 @@ class Fleet:
         answer nobody for so long is."""
         if worker.overtaken(reservation, now):
             with self._moving(worker) as health:
-                health.failed(now, sent_at=reservation.sent_at, why="silent")
+                health.failed(now, sent_at=reservation.sent_at, why="silent", doubtful=True)
 
     @contextmanager
     def _named(self, worker_id: WorkerId) -> Iterator[Health]:

@@ -195,15 +195,18 @@ class Health:
 
     # ---------------------------------------------------------------- evidence of requests
 
-    def failed(self, now: float, *, sent_at: float, why: str, credited: bool = False) -> None:
-        """A request sent at `sent_at` failed by the worker's fault; `credited`: its first byte counted as an answer."""
+    def failed(self, now: float, *, sent_at: float, why: str, credited: bool = False, doubtful: bool = False) -> None:
+        """A request sent at `sent_at` failed by the worker's fault; `credited`: its first byte counted as an answer.
+        `doubtful`: it was not waited for, so it may only have been slow. That alone ejects nobody again who has just
+        recovered: with a cold cache and one request at a time it is late by right, and has answered nobody else."""
         if sent_at < self._period_at or self.breaker is Breaker.OPEN:
             return
         if now - self._failed_at > FORGET_S:
             self._credit = 0
         self._failed_at, self._failed_why = now, why
         self._credit += 1 + credited
-        if self.breaker is Breaker.HALF_OPEN or self._slow or self._credit >= self.settings.failures:
+        on_trial = self.breaker is Breaker.HALF_OPEN or self._slow
+        if (on_trial and not doubtful) or self._credit >= self.settings.failures:
             self._open(now, why)
         self._settle(now)
 
@@ -219,7 +222,7 @@ class Health:
         elif self._slow:
             self._answered = True
             self._ramp(now)
-        elif self._credit:
+        if self._credit:
             self._credit -= 1
             credited = True
         self._settle(now)

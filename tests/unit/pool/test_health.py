@@ -250,6 +250,24 @@ def test_requests_from_before_take_no_place_in_a_slow_start() -> None:
 # --------------------------------------------------------------------------- probes, members, operators
 
 
+def test_one_doubtful_failure_does_not_eject_again_who_has_just_recovered() -> None:
+    """With a cold cache and one request at a time it is late by right, and answers nobody else meanwhile."""
+    worker = recovered(10.0)
+    worker.failed(11.0, sent_at=10.5, why="silent", doubtful=True)
+    assert state(worker) is WorkerState.DEGRADED
+    assert worker.answered(12.0, sent_at=11.0), "made good"
+    for at in (13.0, 13.5, 14.0):
+        assert state(worker) is WorkerState.DEGRADED
+        worker.failed(at, sent_at=at - 0.4, why="silent", doubtful=True)
+    assert (state(worker), worker.reason) == (WorkerState.EJECTED, "silent")
+
+
+def test_a_certain_failure_does() -> None:
+    worker = recovered(10.0)
+    worker.failed(11.0, sent_at=10.5, why="worker_broken")
+    assert state(worker) is WorkerState.EJECTED
+
+
 def test_probes_eject_only_where_requests_are_silent() -> None:
     worker = health()
     worker.probed(1.0, passed=False)
