@@ -281,11 +281,12 @@ def problems_of(error: ValidationError) -> list[str]:
 
 def _explain(error: dict[str, Any], root: type[BaseModel] = Settings) -> str:
     loc = [str(part) for part in error["loc"] if part not in _BRANCHES]
-    path = ".".join(loc) or "settings"
+    path = ".".join(loc)
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key{_near(loc[-1], _keys_at(loc[:-1], root))}"
     said = _PLAIN_WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
-    return f"{path}: {said}"
+    # What must hold between sections names its key itself.
+    return f"{path}: {said}" if path else said
 
 
 def _keys_at(path: list[str], root: type[BaseModel]) -> set[str]:

@@ -13,7 +13,7 @@ from gateway.cli.options import ConfigOption, read_or_exit
 
 if TYPE_CHECKING:
     from gateway.config import Loaded
-    from gateway.settings import Settings
+    from gateway.settings import DiscoverySettings, Settings
 
 config_commands = typer.Typer(
     help="Check the configuration, show what it comes to, print its schema.",
@@ -56,7 +56,9 @@ def check(
 @config_commands.command()
 def show(
     config: ConfigOption = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only keys that were given somewhere.")] = False,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only keys that were given and differ from their default.")
+    ] = False,
     as_json: JsonOption = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print plain YAML, without where it came from.")] = False,
 ) -> None:
@@ -92,7 +94,11 @@ def schema() -> None:
 def _summary(loaded: Loaded, path: Path | None) -> Iterator[tuple[str, str]]:
     settings = loaded.settings
     workers = [spec.name for spec in settings.worker_specs()]
-    yield "workers", _counted(workers) if workers else "none: give them here, by --worker, or at /admin/workers"
+    sources = list(_found_by(settings.discovery))
+    if workers or not sources:
+        yield "workers", _counted(workers) if workers else "none: give them here, by --worker, or at /admin/workers"
+    if sources:
+        yield "found by", ", ".join(sources)
     yield "models", _counted([model.name for model in settings.models]) if settings.models else "as the workers say"
     yield "policy", settings.routing.policy
     yield "clients", _address(settings)
@@ -102,6 +108,15 @@ def _summary(loaded: Loaded, path: Path | None) -> Iterator[tuple[str, str]]:
     variables = sorted({origin for origin in loaded.origins.values() if origin.upper().startswith("KVGATE_")})
     files = [str(path)] if path is not None else []
     yield "sources", ", ".join([*files, *variables]) or "defaults only"
+
+
+def _found_by(discovery: DiscoverySettings) -> Iterator[str]:
+    """Where workers come from that the configuration does not name."""
+    yield from (f"dns {entry.name}" for entry in discovery.dns)
+    if discovery.kubernetes is not None:
+        yield f"kubernetes {discovery.kubernetes.kind} {discovery.kubernetes.selector}"
+    if discovery.registry is not None:
+        yield "registry"
 
 
 def _address(settings: Settings) -> str:

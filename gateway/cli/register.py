@@ -48,7 +48,7 @@ async def _announce(worker: WorkerSettings, address: StoreAddress, *, prefix: st
             worker=worker.model_dump_json(exclude_unset=True, exclude={"api_key"}).encode(),
             heartbeat_s=heartbeat_s,
             alive=alive,
-            on_change=lambda what: typer.echo(f"{worker.url}: {what}", err=True),
+            on_change=lambda what: None if refused else typer.echo(f"{worker.url}: {what}", err=True),
         )
         async with asyncio.TaskGroup() as group:
             beats = group.create_task(announcer.run())

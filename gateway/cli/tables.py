@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 DASH = "-"
 """Nobody knows."""
 
+_LEARNED = 8
+"""Prefills; speeds from fewer are an assumption."""
+
 _PIPE_COLUMNS = 160
 """Columns that do not fit are cut: a file or a pipe has room for all of them."""
 
@@ -66,7 +69,7 @@ def share(value: float | None) -> str:
 
 
 def worker_table(answer: WorkerList) -> Table:
-    """A line a worker, those that join last."""
+    """A line a worker that has joined."""
     table = columns(
         "worker", "state", "for>", "engine", "models", "open>", "waiting>", "kv>", "load age>", "load from", "blocks>",
         "trust>", "missed>", "slow>", "sessions>", "feed", "found>",
@@ -92,9 +95,13 @@ def worker_table(answer: WorkerList) -> Table:
             feed(worker),
             str(len(worker.findings) or DASH),
         )
-    for joining in answer.joining:
-        table.add_row(escape(joining.id), "[dim]joining[/]", DASH, f"[dim]{escape(joining.error or 'is asked')}[/]")
     return table
+
+
+def joining_workers(answer: WorkerList) -> Iterable[str]:
+    """A line for each worker that has not joined: its reason is longer than a column."""
+    for joining in answer.joining:
+        yield f"[bold]{escape(joining.id)}[/] has not joined: {escape(joining.error or 'it is being asked')}"
 
 
 def source_troubles(answer: WorkerList) -> Iterable[str]:
@@ -150,10 +157,11 @@ def worker_lines(worker: WorkerAnswer) -> Iterable[tuple[str, str]]:
             f"{'fresh' if socket.fresh else 'silent, so it is polled'}, {heard}, {socket.messages} messages, "
             f"{socket.errors} unreadable, {socket.restarts} restarts",
         )
+    learned = f"(from {rates.samples} prefills)" if rates.samples >= _LEARNED else "(assumed: too few prefills yet)"
     yield (
         "rates",
-        f"{count(1 / rates.prefill_token_s)} prefill tokens/s, {rates.inter_token_floor_s * 1000:.1f} ms a token, "
-        f"slowdown {rates.slowdown:.2f}, hit rate {share(rates.hit_rate)} (from {rates.samples} prefills)",
+        f"{count(1 / rates.prefill_token_s)} prefill tokens/s, {rates.inter_token_floor_s * 1000:.1f} ms a token "
+        f"{learned}, slowdown {rates.slowdown:.2f}, hit rate of late about {share(rates.hit_rate)}",
     )
     blocks = ", ".join(f"{count(number)} {tier}" for tier, number in worker.index_blocks.items() if number)
     yield "index", f"{blocks or 'no'} blocks, known from {worker.index_from}"

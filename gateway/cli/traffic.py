@@ -45,7 +45,8 @@ def pools(
         if as_json:
             typer.echo(answer)
         else:
-            console().print(pool_table(port.parse(PoolList, answer).pools))
+            served = port.parse(PoolList, answer).pools
+            console().print(pool_table(served) if served else "no worker has told what it serves yet: kvgate workers")
 
 
 @session_commands.callback()
@@ -196,7 +197,7 @@ def decisions(
             raise AdminError(f"no decision of request {request!r} is kept; the gateway keeps the last 256")
     out = console()
     if request is None:
-        out.print(decision_table(found))
+        out.print(decision_table(found) if found else "no decisions yet, or none like that among the last 256")
     for decision in found if request is not None else ():
         show_decision(out, decision)
 
@@ -228,6 +229,9 @@ def prefixes(
             return
         seen = port.parse(PrefixesAnswer, answer)
     out = console()
+    if not seen.applications:
+        out.print("no prompts of 64 tokens or more yet")
+        return
     out.print(application_table(seen.applications))
     out.print()
     out.print(prefix_table(seen.prefixes))

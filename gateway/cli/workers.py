@@ -68,12 +68,17 @@ def workers(
 
     def look() -> RenderableType:
         from rich.console import Group
+        from rich.markup import escape
 
         from gateway.admin.worker_answers import WorkerList
-        from gateway.cli.tables import source_troubles, worker_table
+        from gateway.cli.tables import joining_workers, source_troubles, worker_table
 
         answer = port.read(WorkerList, "/admin/workers")
-        return Group(worker_table(answer), *source_troubles(answer))
+        lines = (*joining_workers(answer), *source_troubles(answer))
+        if answer.workers:
+            return Group(worker_table(answer), *lines)
+        asked = ", ".join(source.source for source in answer.sources)
+        return Group(*lines or (f"no workers: none is named by any source ({escape(asked)})",))
 
     if not watch:
         from gateway.cli.tables import console
@@ -91,7 +96,7 @@ def workers(
 
 @worker_commands.command("show")
 def show_worker(
-    name: WorkerName,
+    name: Annotated[str, typer.Argument(help="Name of the worker; of one rank where a server has several.")],
     as_json: JsonOption = False,
     admin: AdminOption = None,
     token: TokenOption = None,
@@ -216,6 +221,9 @@ _ACTIONS = {
 """Commands that only ask the gateway to do something to a worker, and their help."""
 
 
+_DONE = {"resync": "its index is learned anew; ", "reset": "nothing is held against it; "}
+
+
 def _doing(action: str) -> Callable[..., None]:
     def act(
         name: WorkerName,
@@ -226,7 +234,7 @@ def _doing(action: str) -> Callable[..., None]:
     ) -> None:
         port = admin_port(admin, token, config)
         with told():
-            _tell(port, port.ask("POST", worker_path(name, action)), as_json)
+            _tell(port, port.ask("POST", worker_path(name, action)), as_json, _DONE.get(action, ""))
 
     return act
 
@@ -234,8 +242,8 @@ def _doing(action: str) -> Callable[..., None]:
 # --------------------------------------------------------------------------- inside
 
 
-def _tell(port: AdminPort, answer: str, as_json: bool) -> None:
-    """The workers that were changed, a line each."""
+def _tell(port: AdminPort, answer: str, as_json: bool, done: str = "") -> None:
+    """The workers that were changed, a line each; `done` says what cannot be seen of them."""
     if as_json:
         typer.echo(answer)
         return
@@ -244,7 +252,7 @@ def _tell(port: AdminPort, answer: str, as_json: bool) -> None:
 
     out = console()
     for worker in port.parse(WorkerList, answer).workers:
-        out.print(f"{worker.id}: {state(worker)}, {worker.inflight_requests} requests open")
+        out.print(f"{worker.id}: {done}{state(worker)}, {worker.inflight_requests} requests open")
 
 
 def _watch(look: Callable[[], RenderableType], every_s: float) -> None:

@@ -151,8 +151,9 @@ class Gateway:
     async def _start(self) -> Ports:
         settings, stack = self.settings, self._stack
         server = settings.server
-        client_socket = stack.enter_context(listen(server.host, server.port))
-        admin_socket = stack.enter_context(listen(server.admin_host, server.admin_port))
+        client_socket = stack.enter_context(listen(server.host, server.port, keys="--port or server.port"))
+        admin_keys = "--admin-port or server.admin_port"
+        admin_socket = stack.enter_context(listen(server.admin_host, server.admin_port, keys=admin_keys))
         executor = stack.enter_context(ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenise"))
         stack.callback(self.upstream.close)
         control = await stack.enter_async_context(open_control_client(tls=self._worker_tls, own=self._own))

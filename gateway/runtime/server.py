@@ -172,8 +172,8 @@ def _timed(protocol: Any, *, head_s: float, body_s: float) -> Any:
     return Timed
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError whose text names the address and what to do."""
+def listen(host: str, port: int, *, keys: str) -> socket.socket:
+    """A listening socket. Raises OSError whose text names the address and the `keys` that give it another one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -181,7 +181,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another address or port") from error
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another by {keys}") from error
     listener.setblocking(False)
     return listener
 

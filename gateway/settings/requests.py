@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gateway.records import Endpoint
 from gateway.settings.section import Seconds, Section, why
@@ -200,13 +200,21 @@ class TimeoutSettings(Section):
     models: dict[str, PhaseSettings] = Field({}, description="What differs by served model name; wins over the path's.")
 
 
+def _a_share(given: object) -> object:
+    if isinstance(given, int | float) and given > 1:
+        raise ValueError(f"expected a share, not {given:g}: 95 % is 0.95")
+    return given
+
+
 def _off_or_a_tail(percentile: float) -> float:
     if 0 < percentile < 0.5:
         raise ValueError("expected 0 (off), or a share from 0.5 to 0.999 such as 0.95")
     return percentile
 
 
-Percentile = Annotated[float, Field(ge=0, le=0.999, allow_inf_nan=False), AfterValidator(_off_or_a_tail)]
+Percentile = Annotated[
+    float, Field(ge=0, le=0.999, allow_inf_nan=False), BeforeValidator(_a_share), AfterValidator(_off_or_a_tail)
+]
 
 
 class HedgeSettings(Section):

@@ -220,7 +220,7 @@ async def test_an_index_is_learned_anew(r: Rig) -> None:
     home = r.gateway.router.recent()[0].decision.worker
     before = r.announced
     ended = await kvgate("resync", home, "--admin", r.ports.admin_url)
-    assert (ended.code, ended.out.strip()) == (0, f"{home}: ready, 0 requests open")
+    assert (ended.code, ended.out.strip()) == (0, f"{home}: its index is learned anew; ready, 0 requests open")
     feeds = (await r.admin(f"/admin/workers/{home}"))["feed"]
     await until(lambda: r.gateway.membership.member_of(home) is not None)
     async with asyncio.timeout(PATIENCE_S):

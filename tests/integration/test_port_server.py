@@ -25,7 +25,7 @@ PATIENCE_S = 30.0
 async def _serving(
     app: FastAPI, **limits: float
 ) -> AsyncIterator[tuple[PortServer, asyncio.Task[None], tuple[str, int]]]:
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0, keys="--port")
     address = listener.getsockname()
     server = PortServer(app, http="httptools", tls=None, limits=ServerSettings(**limits))
     task = asyncio.create_task(server.serve(sockets=[listener]))

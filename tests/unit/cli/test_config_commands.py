@@ -38,6 +38,13 @@ def test_a_good_file_is_ok_with_what_would_run(tmp_path: Path) -> None:
         assert word in ended.stdout
 
 
+def test_workers_that_will_be_found_are_not_none(tmp_path: Path) -> None:
+    text = "redis: {url: 'redis://store'}\ndiscovery: {registry: {}, dns: [{name: gpus.example}]}\n"
+    said = config(tmp_path, text, "check").stdout
+    assert "found by dns gpus.example, registry" in said
+    assert "none" not in said
+
+
 def test_every_mistake_is_one_line_with_the_path_of_its_key(tmp_path: Path) -> None:
     ended = config(tmp_path, "server: {prot: 1}\nrouting: {alpha: -1}\n", "check")
     assert ended.exit_code == 2

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from rich.markup import render
 
-from gateway.admin.worker_answers import SourceAnswer, WorkerList
-from gateway.cli.tables import count, seconds, share, source_troubles
+from gateway.admin.worker_answers import JoiningAnswer, SourceAnswer, WorkerList
+from gateway.cli.tables import count, joining_workers, seconds, share, source_troubles, worker_table
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,15 @@ def test_a_source_of_workers_in_trouble_is_told() -> None:
     assert "no such name; its list of 40.0s ago stays" in lines[0]
     assert "no room for 3 of its workers" in lines[1]
     assert "403; it has said nothing yet" in lines[2]
+
+
+def test_a_worker_that_has_not_joined_is_a_line_with_its_reason() -> None:
+    """In a column of the table it would push the others out of sight."""
+    reason = "no connection to http://127.0.0.1:9666 ([Errno 111] Connection refused); is the worker running?"
+    answer = WorkerList(
+        workers=[], joining=[JoiningAnswer(id="w1", error=reason), JoiningAnswer(id="w2", error=None)], sources=[]
+    )
+    assert worker_table(answer).row_count == 0
+    first, second = map(render, joining_workers(answer))
+    assert first.plain == f"w1 has not joined: {reason}"
+    assert second.plain == "w2 has not joined: it is being asked"

@@ -63,7 +63,7 @@ async def test_what_can_change_does(path: Path) -> None:
     [
         ("routing: {polcy: p2c}", "routing.polcy: unknown key; did you mean `policy`?"),
         ("routing: {policy: best}", "routing.policy: "),
-        ("workers: [{url: 'http://a:1'}, {url: 'http://a:1'}]", "settings: workers: http://a:1 is given twice"),
+        ("workers: [{url: 'http://a:1'}, {url: 'http://a:1'}]", "workers: http://a:1 is given twice"),
         ("routing: [", "kvgate.yaml: no valid YAML in line 2"),
         ("", "kvgate.yaml: is empty"),
     ],
