@@ -257,6 +257,7 @@ def _admin_schema() -> dict[str, typing.Any]:
         remove_worker=nothing,
         resync=nothing,
         members=nothing,
+        late_after=nothing,
         config=nothing,
         ready=nothing,
         clock=nothing,

@@ -168,6 +168,19 @@ class Ledger:
             self._index.retract(fading.popleft()[1])
 
 
+def kind_of(output_tokens: int, *, streamed: bool) -> Kind:
+    """What the beginning of an answer waits for."""
+    if streamed:
+        return Kind.STREAM
+    return Kind.TEXT if output_tokens else Kind.OTHER
+
+
+def writing_s(pool: Pool, output_tokens: int, running: int) -> float:
+    """Seconds to write an answer while so many requests run on its worker, its own counted."""
+    floor_s, each_s = pool.rates.inter_token
+    return output_tokens * (floor_s + each_s * running)
+
+
 class Lease:
     """A reservation on `worker`, made by one decision. Not shared between tasks; settled by whoever holds it."""
 
@@ -224,9 +237,7 @@ class Lease:
     def kind(self) -> Kind:
         """What the beginning of the answer waits for."""
         reservation = self._booking.reservation
-        if reservation.streamed:
-            return Kind.STREAM
-        return Kind.TEXT if reservation.output_tokens else Kind.OTHER
+        return kind_of(reservation.output_tokens, streamed=reservation.streamed)
 
     @property
     def sent_at(self) -> float:
@@ -235,11 +246,10 @@ class Lease:
 
     def expected_s(self) -> float:
         """Seconds from then until the answer should begin, with the batch that its worker has now."""
-        reservation, rates = self._booking.reservation, self._pool.rates
+        reservation = self._booking.reservation
         seconds = reservation.wait_s + reservation.prefill_s
         if self.kind is Kind.TEXT:
-            floor_s, each_s = rates.inter_token
-            seconds += reservation.output_tokens * (floor_s + each_s * self.worker.inflight_requests)
+            seconds += writing_s(self._pool, reservation.output_tokens, self.worker.inflight_requests)
         return seconds
 
     def first_byte(self, now: float) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gateway.admin.answer import Answer, example
 from gateway.admission import WaitsFor
+from gateway.pool import NoSecond
 from gateway.pool.misses import Forgone, forgone
 from gateway.records import Decision, Hedged, MissCause, Outcome, Result
 
@@ -143,9 +144,21 @@ class DecisionAnswer(Answer):
     would_wait: WaitsFor | None = None
     """Of an explanation: what the request would wait for at the gateway now. queue: others wait already; room: no
     worker it may have has room; wait: its best worker is busy for longer than requests are held for. Null: nothing."""
+    late_after_s: float | None = None
+    """Of an explanation: seconds without a first byte after which a second worker would get the request too."""
+    no_second: NoSecond | None = None
+    """Of an explanation: why none would. off: hedging is off for it; request: it must not be computed twice; unseen:
+    too few answers of its kind were seen to say what is late."""
 
     @classmethod
-    def of(cls, recent: Recent, now: float, would_wait: WaitsFor | None = None) -> DecisionAnswer:
+    def of(
+        cls,
+        recent: Recent,
+        now: float,
+        *,
+        would_wait: WaitsFor | None = None,
+        late_after: float | NoSecond | None = None,
+    ) -> DecisionAnswer:
         """A decision, with its outcome once there is one. Near-ties are broken at random, so the chosen worker need
         not have the lowest cost to the last digit; it comes first all the same."""
         decision: Decision = recent.decision
@@ -181,6 +194,8 @@ class DecisionAnswer(Answer):
             excluded=list(decision.excluded),
             outcome=OutcomeAnswer.of(recent.outcome) if recent.outcome is not None else None,
             would_wait=would_wait,
+            late_after_s=None if isinstance(late_after, NoSecond) else late_after,
+            no_second=late_after if isinstance(late_after, NoSecond) else None,
         )
 
 

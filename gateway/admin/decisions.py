@@ -125,7 +125,12 @@ def decision_routes(views: AdminViews) -> APIRouter:
             blocks = work.blocks()
         now = views.clock()
         choice = views.router.consider(asked, blocks, now)
-        return DecisionAnswer.of(Recent(choice.decision), now, views.admission.waits_for(asked, choice))
+        return DecisionAnswer.of(
+            Recent(choice.decision),
+            now,
+            would_wait=views.admission.waits_for(asked, choice),
+            late_after=views.late_after(asked, choice),
+        )
 
     return routes
 

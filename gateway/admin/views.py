@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from gateway.admin.state_answers import ConfigAnswer, Readiness
 from gateway.admission import Admission
+from gateway.pool import NoSecond
 from gateway.prefix import PromptHasher
-from gateway.records import WorkerId, WorkerSpec
-from gateway.router import Router
+from gateway.records import InferenceRequest, WorkerId, WorkerSpec
+from gateway.router import Choice, Router
 from gateway.telemetry import Exposition, Readings
 
 
@@ -33,7 +34,8 @@ class AdminViews:
     `hasher` gives a base model's hasher, None without one. `add_worker` probes and joins (raises WorkerTaken,
     ProbeFailed), `remove_worker` returns once no new request can go there. `resync` learns a worker's part of the
     index anew and returns how many of its feeds do so. `members` are the names in use, also of workers that have not
-    joined yet. `config` is the configuration with secrets masked, `settings` those of this port that are in force.
+    joined yet. `late_after`: seconds after which a request placed by that choice would get a second worker, or why
+    it would not. `config` is the configuration with secrets masked, `settings` those of this port that are in force.
     """
 
     router: Router
@@ -45,6 +47,7 @@ class AdminViews:
     remove_worker: Callable[[WorkerId], Awaitable[None]]
     resync: Callable[[WorkerId], int]
     members: Callable[[], Collection[WorkerId]]
+    late_after: Callable[[InferenceRequest, Choice], float | NoSecond]
     config: Callable[[], ConfigAnswer]
     ready: Callable[[], Readiness]
     clock: Callable[[], float]

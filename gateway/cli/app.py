@@ -105,7 +105,13 @@ def explain(
     ],
     admin: AdminOption = None,
     token: TokenOption = None,
-    path: Annotated[str, typer.Option(help="Inference path the body is for.")] = "/v1/chat/completions",
+    path: Annotated[
+        str | None,
+        typer.Option(
+            help="Inference path the body is for.",
+            show_default="/v1/completions for a body with `prompt` and no `messages`, else /v1/chat/completions",
+        ),
+    ] = None,
     session: Annotated[str | None, typer.Option(help="Session id, as x-session-id would carry it.")] = None,
     tenant: Annotated[
         str | None, typer.Option(help="Whose request it is, where tenants have cache salts of their own.")
@@ -126,6 +132,7 @@ def explain(
     headers = {} if session is None else {settings.routing.affinity.header: session}
     with told():
         port = port_of(settings, admin, token)
+        path = path or decisions.path_for(text)
         decisions.explain(port, text, path=path, tenant=tenant, headers=headers, as_json=as_json)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import typer
@@ -13,11 +14,17 @@ from gateway.admin.decision_answers import DecisionAnswer, TermsAnswer
 from gateway.admission import WaitsFor
 from gateway.cli.admin_port import AdminPort
 from gateway.cli.tables import DASH, columns, console, seconds
+from gateway.pool import NoSecond
+from gateway.records import Endpoint
 
 _WAITS_FOR = {
     WaitsFor.QUEUE: "others wait already",
     WaitsFor.ROOM: "no worker has room",
     WaitsFor.WAIT: "its best worker is busy for longer than requests are held for (routing.hold_s)",
+}
+_NO_SECOND = {
+    NoSecond.REQUEST: "such a request is never computed twice",
+    NoSecond.UNSEEN: "too few answers of its kind have been seen to say what is late",
 }
 _TERMS = tuple(TermsAnswer.model_fields)
 
@@ -32,6 +39,17 @@ def explain(
         typer.echo(answer)
         return
     show_decision(console(), port.parse(DecisionAnswer, answer))
+
+
+def path_for(body: bytes) -> str:
+    """The inference path that a body is most likely for."""
+    try:
+        keys = json.loads(body)
+    except ValueError:
+        keys = None  # what is wrong with it, the gateway says
+    plain = isinstance(keys, dict) and "prompt" in keys and "messages" not in keys
+    path: str = (Endpoint.COMPLETIONS if plain else Endpoint.CHAT).value
+    return path
 
 
 def show_decision(out: Console, decision: DecisionAnswer) -> None:
@@ -65,12 +83,17 @@ def show_decision(out: Console, decision: DecisionAnswer) -> None:
     )
     if decision.would_wait is not None:
         out.print(f"[yellow]it would wait at the gateway now[/]: {_WAITS_FOR[decision.would_wait]}")
+    if decision.late_after_s is not None:
+        out.print(f"without a first byte after {seconds(decision.late_after_s)} a second worker would get it too")
+    elif decision.no_second in _NO_SECOND:
+        out.print(f"no second worker would get it when it is late: {_NO_SECOND[decision.no_second]}")
     ended = decision.outcome
     if ended is not None:
         hedged = f", second copy {ended.hedged}" if ended.hedged is not None else ""
+        status = f" with {ended.status}" if ended.status else ""
         missed = f", missed {ended.missed_tokens} ({ended.miss_cause})" if ended.missed_tokens else ""
         out.print(
-            f"ended: {ended.result} with {ended.status}, delivered hit {_tokens(ended.delivered_tokens)}{missed}, "
+            f"ended: {ended.result}{status}, delivered hit {_tokens(ended.delivered_tokens)}{missed}, "
             f"first byte after {seconds(ended.ttft_s)}, all of it {seconds(ended.duration_s)}{hedged}"
         )
 
@@ -95,7 +118,7 @@ def decision_table(decisions: Sequence[DecisionAnswer]) -> Table:
             DASH if ended is None else _tokens(ended.delivered_tokens),
             f"[yellow]{ended.miss_cause or 'unknown'}[/]" if ended is not None and ended.missed_tokens else DASH,
             DASH if ended is None else seconds(ended.ttft_s),
-            "[dim]open[/]" if ended is None else f"{ended.status} {ended.result}",
+            "[dim]open[/]" if ended is None else f"{ended.status or ''} {ended.result}".strip(),
         )
     return table
 

@@ -2,13 +2,13 @@
 
 Face: `Edge` with its `EdgeSettings` (`EdgeLimits`, `PhaseTimeouts` and `HedgeRules` among them), `Keys` and the
 `Access` each gives, `client_protocol` for `uvicorn.Config(http=...)`, `client_app` for everything that is not
-inference, `Cors`, `request_id_maker`, `Shadows`.
+inference, `Cors`, `request_id_maker`, `Shadows`, `late_after`.
 """
 
 from gateway.edge.app import client_app
 from gateway.edge.auth import Access, Keys
 from gateway.edge.gate import Edge, EdgeLimits, EdgeSettings, PhaseTimeouts, request_id_maker
-from gateway.edge.hedge import HedgeRules
+from gateway.edge.hedge import HedgeRules, late_after
 from gateway.edge.protocol import client_protocol
 from gateway.edge.responses import Cors
 from gateway.edge.shadow import Shadows
@@ -25,5 +25,6 @@ __all__ = [
     "Shadows",
     "client_app",
     "client_protocol",
+    "late_after",
     "request_id_maker",
 ]

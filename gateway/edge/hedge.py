@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.admission import Admission, WaitsFor
 from gateway.errors import OVERTAKEN, GatewayError, NoWorker, UnknownModel, WorkerError
-from gateway.leases import Lease, answers
-from gateway.pool import HedgeRule, Refusal, Worker
+from gateway.leases import Lease, answers, kind_of, writing_s
+from gateway.pool import HedgeRule, Kind, NoSecond, Refusal, Worker
 from gateway.records import (
     Ending,
     Endpoint,
@@ -119,6 +119,22 @@ def may_be_doubled(request: InferenceRequest) -> bool:
 def keeps_session(worker: Worker, request: InferenceRequest) -> bool:
     """The worker's engine is told of the request's session, so that its prefix stays there: nothing for two."""
     return request.session is not None and worker.facts.keeps_sessions
+
+
+def late_after(rules: HedgeRules | None, request: InferenceRequest, choice: Choice) -> float | NoSecond:
+    """Seconds after which the request would be late if it were sent now as chosen. Reserves nothing."""
+    if rules is None or not rules.any:
+        return NoSecond.OFF
+    if not may_be_doubled(request) or keeps_session(choice.worker, request):
+        return NoSecond.REQUEST
+    rule = rules.of(request)
+    if rule is None:
+        return NoSecond.OFF
+    kind, expected_s = kind_of(choice.output_tokens, streamed=request.stream), choice.wait_s + choice.own_s
+    if kind is Kind.TEXT:
+        expected_s += writing_s(choice.pool, choice.output_tokens, choice.worker.inflight_requests + 1)
+    due_s = choice.pool.hedging.due_s(kind, expected_s, rule)
+    return NoSecond.UNSEEN if due_s is None else due_s
 
 
 def choose(

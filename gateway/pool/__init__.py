@@ -3,7 +3,7 @@
 from gateway.pool.eligible import Excluded, admits, eligible
 from gateway.pool.fleet import ANY_MODEL, MAX_WORKERS, Fleet, FleetSettings, ServedModel
 from gateway.pool.health import Breaker, HealthSettings, RetryBudget, WorkerState
-from gateway.pool.hedging import HedgeRule, Hedging, Kind, Refusal
+from gateway.pool.hedging import HedgeRule, Hedging, Kind, NoSecond, Refusal
 from gateway.pool.line import AGEING, Line, PriorityClass
 from gateway.pool.pool import Pool
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
@@ -29,6 +29,7 @@ __all__ = [
     "InterTokenRates",
     "Kind",
     "Line",
+    "NoSecond",
     "Pool",
     "PoolRates",
     "PrefillRates",

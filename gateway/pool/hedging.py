@@ -50,6 +50,15 @@ class Refusal(StrEnum):
     BUDGET = "budget"
 
 
+class NoSecond(StrEnum):
+    """Why a request gets no second copy however late it is: hedging is off for it, it must not be computed twice, or
+    too few answers of its kind have been seen to say what is late."""
+
+    OFF = "off"
+    REQUEST = "request"
+    UNSEEN = "unseen"
+
+
 @dataclass(frozen=True, slots=True)
 class HedgeRule:
     """A request is late when it takes longer than `percentile` (0..1) of its like, and than `floor_s`."""

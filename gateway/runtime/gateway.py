@@ -34,7 +34,7 @@ from gateway.admin.state_answers import ConfigAnswer, Readiness
 from gateway.admin.views import AdminViews
 from gateway.config import Loaded, Sources
 from gateway.discovery import CONFIG, Enrolment, Found, Roster
-from gateway.edge import Edge, Shadows, client_app, client_protocol, request_id_maker
+from gateway.edge import Edge, Shadows, client_app, client_protocol, late_after, request_id_maker
 from gateway.errors import WorkerUnreachable
 from gateway.kv import KvIndex
 from gateway.pool import MAX_WORKERS, Fleet
@@ -408,6 +408,7 @@ class Gateway:
             remove_worker=self.enrolment.remove,
             resync=self.membership.resync,
             members=lambda: self.membership.members,
+            late_after=lambda request, choice: late_after(self.edge.settings.hedges, request, choice),
             config=self._config_answer,
             ready=self.readiness,
             clock=self.clock,

@@ -29,7 +29,7 @@ from gateway.errors import FleetFull, WorkerTaken
 from gateway.kv import KvIndex
 from gateway.kv.events import Stored
 from gateway.policy import make_policy
-from gateway.pool import Fleet, WorkerState
+from gateway.pool import Fleet, NoSecond, WorkerState
 from gateway.prefix import PromptHasher
 from gateway.records import (
     Ending,
@@ -76,6 +76,7 @@ class Gateway:
     expected: set[WorkerId] = field(default_factory=set)
     readiness: Readiness = field(default_factory=lambda: Readiness(ready=True))
     broken: bool = False
+    late_after: float | NoSecond = NoSecond.OFF
 
     def __post_init__(self) -> None:
         policy = make_policy("seconds", rng=Random(1))
@@ -196,6 +197,7 @@ def app_of(gateway: Gateway, *, token: str | None = None, own_names: bool = Fals
             remove_worker=gateway.remove_worker,
             resync=gateway.resync,
             members=lambda: {*gateway.fleet.workers, *gateway.expected},
+            late_after=lambda request, choice: gateway.late_after,
             config=gateway.config,
             ready=lambda: gateway.readiness,
             clock=lambda: NOW,
@@ -496,6 +498,17 @@ async def test_a_client_that_leaves_in_the_middle_of_what_is_to_be_explained_is_
     scope = {"type": "http", "method": "POST", "path": "/admin/explain", "query_string": b"", "headers": []}
     await app_of(gateway)(scope, receive, send)  # a bug would be raised, for the log
     assert sent[0]["status"] == 499
+
+
+@pytest.mark.parametrize(
+    ("late_after", "told"), [(0.75, (0.75, None)), (NoSecond.UNSEEN, (None, "unseen")), (NoSecond.OFF, (None, "off"))]
+)
+async def test_explain_says_when_a_second_worker_would_get_the_request(
+    client: httpx.AsyncClient, gateway: Gateway, late_after: float | NoSecond, told: tuple[float | None, str | None]
+) -> None:
+    gateway.late_after = late_after
+    decision = (await client.post("/admin/explain", params=COMPLETIONS, content=completion([1, 2, 3]))).json()
+    assert (decision["late_after_s"], decision["no_second"]) == told
 
 
 async def test_explain_names_who_was_not_considered(client: httpx.AsyncClient, gateway: Gateway) -> None:

@@ -11,11 +11,11 @@ from msgspec import structs
 
 from gateway.admission import Admission, AdmissionSettings
 from gateway.edge import HedgeRules
-from gateway.edge.hedge import choose, may_be_doubled
+from gateway.edge.hedge import choose, late_after, may_be_doubled
 from gateway.kv import KvIndex
 from gateway.leases import Lease
 from gateway.policy import make_policy
-from gateway.pool import Fleet, FleetSettings, HedgeRule, Refusal, Reservation
+from gateway.pool import Fleet, FleetSettings, HedgeRule, NoSecond, Refusal, Reservation
 from gateway.records import (
     Chain,
     Endpoint,
@@ -194,3 +194,26 @@ def test_the_models_word_counts_before_the_paths() -> None:
     assert rules.of(structs.replace(ASKED, choices=3)) is None
     assert not HedgeRules(0.0, 0.5, models={"fast": (None, 0.1)}).any
     assert HedgeRules(0.0, 0.5, models={"fast": (0.99, None)}).any
+
+
+HALF = HedgeRules(0.5, 0.001)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_foretold_of_a_request_is_what_happens_to_it(stream: bool) -> None:
+    asked = structs.replace(ASKED, stream=stream)
+    stand = Stand(request=asked)
+    for _ in range(40):
+        stand.late.hedging.began(stand.late.kind, 1.0, 3.0)
+    told = late_after(HALF, asked, stand.router.consider(asked, BLOCKS, 0.0))
+    lease = stand.router.route(asked, BLOCKS, 0.0)
+    assert told == pytest.approx(3.0 * lease.expected_s())
+    assert lease.expected_s() > 0.001
+
+
+def test_why_no_second_worker_would_get_a_request() -> None:
+    choice = Stand().router.consider(ASKED, BLOCKS, 0.0)
+    assert late_after(None, ASKED, choice) is NoSecond.OFF
+    assert late_after(HedgeRules(0.5, 0.1, models={"m": (0, None)}), ASKED, choice) is NoSecond.OFF
+    assert late_after(HALF, structs.replace(ASKED, endpoint=Endpoint.RESPONSES), choice) is NoSecond.REQUEST
+    assert late_after(HALF, ASKED, choice) is NoSecond.UNSEEN
