@@ -157,7 +157,7 @@ class IndexMachine(RuleBasedStateMachine):
         target=speculations, worker=st.sampled_from(sorted(ENGINES)), path=st.sampled_from(PROMPTS), told=st.booleans()
     )
     def speculate(self, worker: int, path: Path, told: bool) -> Promise:
-        covered = {path[:depth] for depth in range(self._before(worker, path, self._sent(worker)) + 1, DEPTH + 1)}
+        covered = {path[:depth] for depth in range(self._before_at_most(worker, path) + 1, DEPTH + 1)}
         most = {path[:depth] for depth in range(self._before(worker, path, self._sent_at_most(worker)) + 1, DEPTH + 1)}
         covered -= {path for path in covered if self._has(worker, path, Tier.GPU)}
         overlaps = self.index.overlap(request(path), 0b111) if told else None
@@ -177,6 +177,13 @@ class IndexMachine(RuleBasedStateMachine):
         """Where the promised end of its run begins."""
         run = self._fast_run(worker, path, sent)
         while run and path[:run] in sent:
+            run -= 1
+        return run
+
+    def _before_at_most(self, worker: int, path: Path) -> int:
+        """The same at most, where it is the index's choice which promises are kept."""
+        run, sent = self._fast_run(worker, path, self._sent_at_most(worker)), self._sent(worker)
+        while run and (path[:run] in sent or not self._has(worker, path[:run], Tier.GPU)):
             run -= 1
         return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
 from random import Random
 
 from hypothesis import settings
@@ -15,7 +17,9 @@ from gateway.leases import Lease
 from gateway.policy import POLICY_NAMES, make_policy
 from gateway.pool import Fleet
 from gateway.records import (
+    Candidate,
     Chain,
+    Decision,
     Ending,
     Endpoint,
     EngineKind,
@@ -48,6 +52,7 @@ class Leases(RuleBasedStateMachine):
         self.router = Router(self.fleet, self.index, make_policy("seconds", rng=Random(0)), rng=Random(0))
         self.open: list[Lease] = []
         self.settled: list[Lease] = []
+        self.told: deque[tuple[Decision, list[Candidate]]] = deque(maxlen=6)
 
     def tick(self) -> float:
         self.now += 0.25
@@ -109,6 +114,13 @@ class Leases(RuleBasedStateMachine):
         except (NoWorker, UnknownModel):
             pool = self.fleet.pools.get("m")
             assert pool is None or not pool.ready
+            return
+        decision = self.open[-1].decision
+        self.told.append((decision, list(decision.candidates)))
+
+    @rule(limit=st.sampled_from([None, 1, 3]))
+    def configure(self, limit: int | None) -> None:
+        self.fleet.apply(replace(self.fleet.settings, max_inflight=limit))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -164,11 +176,16 @@ class Leases(RuleBasedStateMachine):
             )  # fmt: skip
 
     @invariant()
+    def a_decision_tells_later_what_it_told_then(self) -> None:
+        for decision, candidates in self.told:
+            assert list(decision.candidates) == candidates
+
+    @invariant()
     def pools_know_who_is_ready(self) -> None:
         for pool in self.fleet.pools.values():
-            before = pool.ready, pool.spare, pool.panic, pool.not_ready
+            before = pool.ready, pool.spare, pool.panic, pool.not_ready, pool.saturated
             pool.crew.renew(0.5)
-            assert (pool.ready, pool.spare, pool.panic, pool.not_ready) == before
+            assert (pool.ready, pool.spare, pool.panic, pool.not_ready, pool.saturated) == before
 
     @invariant()
     def slots_are_never_shared(self) -> None:
