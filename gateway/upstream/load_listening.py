@@ -1,7 +1,8 @@
 """Which servers' load sockets are listened to, and the one task that does so.
 
 Rules:
-1. A socket is opened for each server that names one, and opened anew when its address or its ranks change.
+1. A socket is opened for each server that names one, and opened anew when its address or its ranks change. One that
+   cannot be opened, for want of files perhaps, is tried again after the next probe.
 2. An address that several servers name has one publisher, and nobody can say whose: SGLang goes on, without its load
    socket, when its port is taken. None of them is listened to there; they are polled.
 3. A server's polls know its socket, and go on at their own pace without it.
@@ -52,7 +53,8 @@ class LoadListening:
             wanted = ()  # the sum of some ranks is nobody's load
         heard = member.load_socket
         if heard is not None:
-            if (heard.endpoints, heard.whole) == (wanted, whole):
+            opened = self._sockets.get(member.spec.name) is heard
+            if opened and (heard.endpoints, heard.whole) == (wanted, whole):
                 return
             self._stop(member)
         if not wanted:

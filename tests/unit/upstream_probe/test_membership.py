@@ -716,6 +716,13 @@ async def test_a_load_socket_that_cannot_be_opened_leaves_the_others(stand: Stan
 
         await until(heard)
         assert not running.done()
+        before = first.load_socket, second.load_socket
+        for member in (first, second):
+            listening.follow(member, on=True)  # as after a probe
+        after = first.load_socket, second.load_socket
+        await until(heard)
         running.cancel()
         await asyncio.wait([running])
     assert stand.fleet.workers[W1].load is None
+    assert before[0] is not after[0], "what could not be opened is tried again"
+    assert before[1] is after[1]
