@@ -29,6 +29,7 @@ from gateway.kv import KvIndex, Overlaps
 from gateway.leases import Lease, Ledger, Recent, Watcher, answers
 from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Scores
 from gateway.pool import (
+    SLOW,
     Excluded,
     Fleet,
     Pool,
@@ -38,6 +39,8 @@ from gateway.pool import (
     Worker,
     WorkerState,
     admits,
+    charge,
+    pay,
 )
 from gateway.records import (
     BlockKey,
@@ -233,14 +236,19 @@ class Router:
             wait_s=choice.wait_s,
             adapters=adapters_of(request, choice.pool),
         )
+        rates = choice.pool.rates
+        if worker.slowdown > SLOW and self.policy.wait_weight:
+            charge(worker, choice.candidates, rates.prefill_s(choice.new_tokens, reservation.cached_tokens), now)
         booking = self._ledger.book(worker, reservation, blocks, choice.overlaps, now)
-        rates, decision = choice.pool.rates, choice.decision
+        decision = choice.decision
         if beside is not None:
             decision = structs.replace(decision, beside=beside.worker.id, affinity=_beside(decision.affinity))
         else:
             rates.learn_prompt(blocks.tokens)
         if choice.idle_s and decision.predicted_tokens < decision.available_tokens:
             rates.settled_s = rates.waited_s  # a prefix is brought to an idle worker: that has to be earned again
+        if rates.regretted:
+            pay(choice.candidates, choice.scores.costs, choice.at)
         if decision.shard != decision.home_shard:
             choice.pool.spilled += 1
         if first is None:

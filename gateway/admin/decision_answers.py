@@ -29,6 +29,7 @@ class TermsAnswer(Answer):
         repeat_s=0.0,
         idle_s=0.0,
         adapter_s=0.0,
+        regret_s=0.0,
     )
 
     cost: float
@@ -53,6 +54,8 @@ class TermsAnswer(Answer):
     """Taken off: what requests have waited elsewhere while this worker had nothing to do."""
     adapter_s: float
     """Added for adapters of the request that the worker would have to load."""
+    regret_s: float
+    """Added for a slow worker: what requests have lost lately because their prefixes were left there."""
 
 
 class CandidateAnswer(Answer):

@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol, overload
 
 from gateway.records import Candidate, Slot, Standing, Terms, WorkerId
 
-Row = tuple[float, float, float, float, float, float, float, float, float, float, float]
+Row = tuple[float, float, float, float, float, float, float, float, float, float, float, float]
 """The numbers of `Terms`, in its order, as a plain tuple."""
 
 
 def row(cost: float) -> Row:
     """A row of a policy that does not price in seconds."""
-    return (cost, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return (cost, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Scores(Sequence[Row]):
@@ -85,7 +85,8 @@ class Load(Protocol):
     tokens: `kv_tokens` in use by running and sent requests, `kv_capacity` (0 = unknown), `unindexed_tokens` those that
     will take room and are not in the index yet. `evict_discount` (0..1) is the worth left in the next block to be
     evicted. `picked` numbers the last decision for this worker. `idle_since_s` is what requests of its model had waited
-    when it last had one. `standing` has those that a decision in seconds reads.
+    when it last had one, `regret_s` what was lost by leaving prefixes on it while it is slow. `standing` has those that
+    a decision in seconds reads.
     """
 
     @property
@@ -124,6 +125,8 @@ class Load(Protocol):
     def evict_discount(self) -> float: ...
     @property
     def idle_since_s(self) -> float: ...
+    @property
+    def regret_s(self) -> float: ...
     @property
     def standing(self) -> Standing: ...
 

@@ -11,10 +11,12 @@ For a request of n tokens and a worker with usable overlap h (`docs/concepts/sco
     idle  = what requests have waited since this worker had nothing to do, over its slowdown; for a newcomer (a cache
             with less than a third of the mean) that computes no prompt now: since that was last made good
     adapter = seconds to load the request's adapters that are not there
-    cost  = wait + (1 + lambda) * own + delta * running + mu * evict + kappa * kv + repeat + adapter - affinity - idle
+    regret = what was lost lately by leaving prefixes on this slow worker (`pool.regret`), 0 for one that is not slow
+    cost  = wait + (1 + lambda) * own + delta * running + mu * evict + kappa * kv + repeat + adapter + regret - credits
 
-Written as `score = alpha * hit - beta * queue - gamma * load` this is: `alpha` scales the seconds a hit saves, `beta`
-the wait, `gamma` the three load prices. All three are 1 by default, since every term is in seconds already.
+Credits are affinity and idle. Written as `score = alpha * hit - beta * queue - gamma * load` this is: `alpha` scales
+the seconds a hit saves, `beta` the wait, `gamma` the three load prices. All three are 1 by default, since every term is
+in seconds already.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ class Seconds:
         costs: list[float] = []
         add = costs.append
         for (
-            (slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, _, kv_tokens, capacity,
+            (slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, regret_s, kv_tokens, capacity,
              unindexed, evict_discount, idle_since_s), hit, resident
         ) in zip(standings, view.hits, view.resident, strict=True):  # fmt: skip
             if hit != hit_before:  # many have the same
@@ -131,7 +133,7 @@ class Seconds:
                 wait += ran - 2 * head_s if ran > head_s else -ran
             if foreign_s:
                 wait += max(0.0, foreign_s - (now - foreign_since))
-            cost = beta * wait + own_factor * (slowdown * alone_s) + running_s * requests
+            cost = beta * wait + own_factor * (slowdown * alone_s) + running_s * requests + regret_s
             if capacity:
                 over = resident + unindexed + new - capacity
                 if over > 0:
@@ -155,7 +157,7 @@ class Seconds:
         tokens, output_tokens, _, overhead_s, token_s, pair_s, _, _, computing, new_prefix, waited_s, settled_s = ask
         weights, prices = self._weights, self._prices
         (
-            slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, _, kv_tokens, capacity,
+            slowdown, wait, head_s, head_since, foreign_s, foreign_since, requests, regret, kv_tokens, capacity,
             unindexed, evict_discount, idle_since_s,
         ) = standings[at]  # fmt: skip
         hit = view.hits[at]
@@ -190,8 +192,8 @@ class Seconds:
         adapter = 0.0 if view.absent is None else prices.adapter_s * view.absent[at]
         worth = own + (1.0 - weights.alpha) * saved
         cost = weights.beta * wait + (1.0 + prices.own_extra) * worth + decode + evict + kv
-        cost = cost - affinity + repeat - idle + adapter
-        return (cost, saved, wait, own, decode, evict, kv, affinity, repeat, idle, adapter)
+        cost = cost - affinity + repeat - idle + adapter + regret
+        return (cost, saved, wait, own, decode, evict, kv, affinity, repeat, idle, adapter, regret)
 
 
 def _few(view: View) -> int:

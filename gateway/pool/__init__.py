@@ -7,6 +7,7 @@ from gateway.pool.hedging import HedgeRule, Hedging, Kind, NoSecond, Refusal
 from gateway.pool.line import AGEING, Line, PriorityClass
 from gateway.pool.pool import Pool
 from gateway.pool.rates import InterTokenRates, PoolRates, PrefillRates
+from gateway.pool.regret import SLOW, charge, pay
 from gateway.pool.reservations import NOTHING_SENT, Reservation, Sent
 from gateway.pool.routes import Route, Routes, Shadow, Version
 from gateway.pool.sessions import Sessions, session_digest
@@ -18,6 +19,7 @@ __all__ = [
     "ANY_MODEL",
     "MAX_WORKERS",
     "NOTHING_SENT",
+    "SLOW",
     "STALE_S",
     "Breaker",
     "Excluded",
@@ -49,7 +51,9 @@ __all__ = [
     "Worker",
     "WorkerState",
     "admits",
+    "charge",
     "eligible",
     "order",
+    "pay",
     "session_digest",
 ]

@@ -185,6 +185,9 @@ class Fleet:
 
     def tick(self, now: float) -> None:
         """About twice a second: what depends on time alone is renewed."""
+        for rates in self._rates.values():
+            rates.forget_waits(_WAITS_FORGOTTEN)
+            rates.regretted = False
         for worker in self._workers.values():
             if worker.health.watched or worker.full:
                 with self._moving(worker) as health:
@@ -192,8 +195,6 @@ class Fleet:
                     health.tick(now)
             else:  # time changes nothing
                 worker.tick(now)
-        for rates in self._rates.values():
-            rates.forget_waits(_WAITS_FORGOTTEN)
         for pool in self._pools.values():
             pool.retries.tick(now)
 

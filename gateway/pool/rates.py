@@ -182,7 +182,7 @@ class PoolRates:
 
     __slots__ = (
         "_inter_token", "_prefill", "_text_bytes", "_text_tokens", "bytes_a_token", "inter_token", "output_tokens",
-        "prefill", "prompt_tokens", "settled_s", "waited_s",
+        "prefill", "prompt_tokens", "regretted", "settled_s", "waited_s",
     )  # fmt: skip
 
     def __init__(self, prefill: PrefillRates = PREFILL_PRIOR, inter_token: InterTokenRates = INTER_TOKEN_PRIOR) -> None:
@@ -200,6 +200,8 @@ class PoolRates:
         """What requests have waited for a worker so far, by the estimates they were placed with."""
         self.settled_s = 0.0
         """How much of that has been made good by work for an idle worker, or is forgotten."""
+        self.regretted = False
+        """Some worker's account of regret is not empty; renewed with every tick."""
         self._text_bytes = BYTES_A_TOKEN_PRIOR * _TEXT_PRIOR_TOKENS
         self._text_tokens = _TEXT_PRIOR_TOKENS
 
@@ -237,6 +239,11 @@ class PoolRates:
         """Seconds to prefill `new` tokens behind `cached` ones on a worker of slowdown 1."""
         overhead, token, pair = self.prefill
         return overhead + new * (token + pair * (cached + new / 2))
+
+    def work_s(self, x: tuple[float, float, float]) -> float:
+        """Seconds for so much work, as in `learn_prefill`, on a worker of slowdown 1."""
+        overhead, token, pair = self.prefill
+        return x[0] * overhead + x[1] * token + x[2] * pair
 
     def forget_waits(self, share: float) -> None:
         """Waits are credited for some seconds: a burst of long ago moves nobody."""
@@ -294,10 +301,15 @@ class Slowdown:
     The weighted mean of ln(observed / predicted) over about the last 32 observations, drawn to 0 by a prior worth two
     more, less two standard errors of that mean towards 0 (soft threshold): a difference that may be chance is none.
     Without it, noise would make one of several equal workers look fastest and draw every cold request. One observation
-    counts at most a factor of three away from the value before it.
+    that is far from their mean counts at most a factor of three away from the value before it.
+
+    Three observations in a row that are all slower (or all faster) than their mean so far by more than a factor of two
+    say that the worker has changed: they are all that is known from then on. A worker that became ten times slower is
+    known to be slow after three prefills, not after a hundred. That it is slow is forgotten when nothing has shown it
+    for ten seconds, within about a minute: who gets nothing because it was slow is tried again.
     """
 
-    __slots__ = ("_squares", "_sum", "_weight", "samples", "value")
+    __slots__ = ("_quiet", "_run", "_squares", "_sum", "_weight", "samples", "value")
 
     _MEMORY = 32.0
     _PRIOR_WEIGHT = 2.0
@@ -306,8 +318,17 @@ class Slowdown:
     _ERRORS = 2.0
     _STEP = math.log(3.0)
     _BOUND = math.log(100.0)
+    _FAR = math.log(2.0)
+    _RUN = 3
+    _TELLING = 0.5
+    """Weight of an observation that may say so: most of its time was work whose speed is in question."""
+    _QUIET_TICKS = 20
+    _FADE = 1.0 / 30
+    """A tick of half a second."""
 
     def __init__(self) -> None:
+        self._run: list[tuple[float, float]] = []
+        self._quiet = 0
         self._sum = 0.0
         self._squares = 0.0
         self._weight = 0.0
@@ -317,14 +338,49 @@ class Slowdown:
     def learn(self, ratio: float, weight: float = 1.0) -> None:
         """`ratio` = observed / predicted seconds at slowdown 1, positive; `weight` (0..1) = what share of it is work
         whose speed is in question."""
-        now = math.log(self.value)
-        seen = min(max(math.log(ratio), now - self._STEP), now + self._STEP)
+        now, seen = math.log(self.value), math.log(ratio)
+        self.samples += 1
+        self._quiet = 0
+        known = self._sum / self._weight if self._weight > 0.0 else now
+        if abs(seen - known) >= self._FAR:
+            if self._changed(seen, known, weight):
+                return
+            seen = min(max(seen, now - self._STEP), now + self._STEP)
+        elif weight >= self._TELLING:
+            self._run.clear()
         keep = 1.0 - 1.0 / self._MEMORY
         self._sum = self._sum * keep + weight * seen
         self._squares = self._squares * keep + weight * seen * seen
         self._weight = self._weight * keep + weight
-        self.samples += 1
         self._settle()
+
+    def _changed(self, seen: float, known: float, weight: float) -> bool:
+        """Whether this observation, far from what is known, and those before it are of another speed: then they are all
+        that is known."""
+        run = self._run
+        if weight < self._TELLING:
+            return False
+        if run and (run[-1][0] > known) != (seen > known):
+            run.clear()
+        run.append((min(max(seen, -self._BOUND), self._BOUND), weight))
+        if len(run) < self._RUN:
+            return False
+        self._sum = sum(part * at for at, part in run)
+        self._squares = sum(part * at * at for at, part in run)
+        self._weight = sum(part for _, part in run)
+        run.clear()
+        self._settle()
+        return True
+
+    def tick(self) -> None:
+        """About twice a second: that it is slow is forgotten when nothing has shown it for a while."""
+        if self.value > 1.0:
+            self._quiet += 1
+            if self._quiet > self._QUIET_TICKS:
+                self._sum, self._squares, self._weight = (
+                    (1.0 - self._FADE) * number for number in (self._sum, self._squares, self._weight)
+                )
+                self._settle()
 
     def learned(self) -> list[float]:
         """What it knows, for `take_over`."""

@@ -74,6 +74,11 @@ class Period:
     pairs: float = 0.0
     clean: bool = True
 
+    @property
+    def work(self) -> tuple[float, float, float]:
+        """Requests, new tokens, token pairs that attention looks at."""
+        return float(self.requests), float(self.new_tokens), self.pairs
+
     def add(self, reservation: Reservation) -> None:
         new = reservation.new_tokens
         self.requests += 1

@@ -32,6 +32,7 @@ from gateway.pool.adapters import Adapters
 from gateway.pool.evidence import Check
 from gateway.pool.health import Health, WorkerState
 from gateway.pool.rates import PoolRates, Slowdown
+from gateway.pool.regret import REGRET_S, SLOW, forgotten_s
 from gateway.pool.reservations import NOTHING_SENT, Flow, Period, Reservation, Sent
 from gateway.pool.room import Room
 from gateway.pool.trust import Trust
@@ -56,6 +57,9 @@ _LEAST_WEIGHT = 1e-3
 
 _PERIOD_REQUESTS = 8
 """A busy period is closed for learning after this many prefills, so that a worker that never idles is learned too."""
+
+_OFF = 2.0
+"""It is closed early after this much times its estimate and that of what waits (engines compute several at once)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +95,7 @@ class Worker:
     unindexed_tokens: int = 0
     evict_discount: float = 0.0
     idle_since_s: float = 0.0
+    regret_s: float = 0.0
     standing: Standing = field(init=False)
     """Those that a decision in seconds reads, together (`records.Standing`)."""
     trust: float = 1.0
@@ -232,7 +237,11 @@ class Worker:
             if not reservation.streamed:
                 period.clean = False
         self._prefilled(reservation, now)
-        if period is not None and (not self._pending or period.requests >= _PERIOD_REQUESTS):
+        if period is not None and (
+            not self._pending
+            or period.requests >= _PERIOD_REQUESTS
+            or now - period.since > _OFF * (self._own_s + self.slowdown * self.rates.work_s(period.work))
+        ):
             self._learn(period, now)
             self._period = self._next_period(now) if self._pending else None
 
@@ -318,18 +327,10 @@ class Worker:
     def sent(self, now: float) -> Sent:
         """What this replica has sent, for the others."""
         self.settle_due(now)
-        queued = self._queued_kv()
         return Sent(
-            self.inflight_requests,
-            self._own_s,
-            self._own_head_s,
-            self._own_since,
-            self.inflight_tokens,
-            self._open_kv,
-            queued,
-            self._open_output,
-            self._stored.read(now),
-        )
+            self.inflight_requests, self._own_s, self._own_head_s, self._own_since, self.inflight_tokens,
+            self._open_kv, self._queued_kv(), self._open_output, self._stored.read(now),
+        )  # fmt: skip
 
     def share(self, others: Sent, now: float) -> None:
         """What the other replicas have sent has changed."""
@@ -352,14 +353,20 @@ class Worker:
 
     def _learn(self, period: Period, now: float) -> None:
         if period.clean:
-            x = (float(period.requests), float(period.new_tokens), period.pairs)
-            self.rates.learn_prefill(x, now - period.since, self.speed)
+            self.rates.learn_prefill(period.work, now - period.since, self.speed)
             self.relearn()
 
     def relearn(self) -> None:
         """Its speed is known better, or from elsewhere."""
         self.slowdown = self.speed.value
+        self.regret_s = self.regret_s if self.slowdown > SLOW else 0.0
         self._stand()
+
+    def owe(self, seconds: float) -> None:
+        """So much more (or less) has been lost by leaving prefixes here, see `pool.regret`."""
+        self.regret_s = min(max(0.0, self.regret_s + seconds), REGRET_S)
+        self.rates.regretted |= self.regret_s > 0.0
+        self.relearn()
 
     # ---------------------------------------------------------------- how far its index is believed
 
@@ -443,6 +450,9 @@ class Worker:
             self.room.forget()
         self.belief.tick(now)
         self.trust = self.belief.factor
+        if self.slowdown > 1.0:
+            self.speed.tick()
+            self.owe(forgotten_s(self.regret_s))
         self._refresh(now)
 
     def _fit_capacity(self) -> None:
@@ -482,17 +492,7 @@ class Worker:
     def _stand(self) -> None:
         """To be called when one of these has changed."""
         self.standing = (
-            self.slowdown,
-            self.pending_s,
-            self.head_s,
-            self.head_since,
-            self.foreign_s,
-            self.foreign_since,
-            self.inflight_requests + self.foreign_requests,
-            self.inflight_requests,
-            self.kv_tokens,
-            self.kv_capacity,
-            self.unindexed_tokens,
-            self.evict_discount,
-            self.idle_since_s,
-        )
+            self.slowdown, self.pending_s, self.head_s, self.head_since, self.foreign_s, self.foreign_since,
+            self.inflight_requests + self.foreign_requests, self.regret_s, self.kv_tokens, self.kv_capacity,
+            self.unindexed_tokens, self.evict_discount, self.idle_since_s,
+        )  # fmt: skip

@@ -15,9 +15,9 @@ from msgspec import Struct, field
 from gateway.records.requests import PrefixMode
 from gateway.records.words import Endpoint, Tier, WorkerId
 
-Standing = tuple[float, float, float, float, float, float, float, int, int, int, int, float, float]
+Standing = tuple[float, float, float, float, float, float, float, float, int, int, int, float, float]
 """What a decision in seconds reads of a worker, in the order of `Worker`'s fields: `slowdown`, `pending_s`, `head_s`,
-`head_since`, `foreign_s`, `foreign_since`, requests there (ours and others'), `inflight_requests`, `kv_tokens`,
+`head_since`, `foreign_s`, `foreign_since`, requests there (ours and others'), `regret_s`, `kv_tokens`,
 `kv_capacity`, `unindexed_tokens`, `evict_discount`, `idle_since_s`. One tuple, made anew when one of them changes: it
 is read sixty times where it is made once, and a decision that keeps it can be explained later."""
 
@@ -28,7 +28,8 @@ class Terms(NamedTuple):
     `hit_s` is the prefill time the overlap saves (shown, already contained in `own_s`), `wait_s` the time until
     the prefill could start, `own_s` the prefill itself, `decode_s`, `evict_s` and `kv_s` the three load prices.
     `repeat_s` is the price of computing what others compute at this moment, `adapter_s` that of adapters which the
-    worker would have to load; `affinity_s` and `idle_s` are credits.
+    worker would have to load, `regret_s` what was lost by leaving prefixes on a slow worker; `affinity_s` and `idle_s`
+    are credits.
     Policies that do not price in seconds leave every term at 0 and put their own figure in `cost`.
     """
 
@@ -43,6 +44,7 @@ class Terms(NamedTuple):
     repeat_s: float = 0.0
     idle_s: float = 0.0
     adapter_s: float = 0.0
+    regret_s: float = 0.0
 
 
 class Candidate(NamedTuple):

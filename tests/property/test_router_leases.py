@@ -170,7 +170,7 @@ class Leases(RuleBasedStateMachine):
         for worker in self.fleet.workers.values():
             assert worker.standing == (
                 worker.slowdown, worker.pending_s, worker.head_s, worker.head_since, worker.foreign_s,
-                worker.foreign_since, worker.inflight_requests + worker.foreign_requests, worker.inflight_requests,
+                worker.foreign_since, worker.inflight_requests + worker.foreign_requests, worker.regret_s,
                 worker.kv_tokens, worker.kv_capacity, worker.unindexed_tokens, worker.evict_discount,
                 worker.idle_since_s,
             )  # fmt: skip

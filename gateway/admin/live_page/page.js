@@ -163,7 +163,7 @@ function drawPrefixes({ applications, prefixes }) {
   ]), "Nothing to show yet.");
 }
 
-const loads = (terms) => terms.decode_s + terms.evict_s + terms.kv_s + terms.repeat_s + terms.adapter_s;
+const loads = (terms) => terms.decode_s + terms.evict_s + terms.kv_s + terms.repeat_s + terms.adapter_s + terms.regret_s;
 
 // What makes up a candidate's cost, side by side on one scale.
 function termsBar(terms, most) {
@@ -185,12 +185,12 @@ function termsBar(terms, most) {
 function candidates(decision) {
   const most = Math.max(...decision.candidates.map(({ terms }) => terms.own_s + terms.wait_s + loads(terms)));
   const ordered = [...decision.candidates].sort((a, b) => a.terms.cost - b.terms.cost);
-  const heads = ["worker", "overlap", "trust", "cost", "own", "wait", "decode", "evict", "KV", "repeat", "adapter", "credits", ""];
+  const heads = ["worker", "overlap", "trust", "cost", "own", "wait", "decode", "evict", "KV", "repeat", "adapter", "regret", "credits", ""];
   const rows = ordered.map(({ worker, overlap_tokens, trust, terms }) => element("tr", null, { class: worker === decision.worker ? "chosen" : null },
-    ...[worker, number(overlap_tokens), percent(trust), ...[terms.cost, terms.own_s, terms.wait_s, terms.decode_s, terms.evict_s, terms.kv_s, terms.repeat_s, terms.adapter_s].map(seconds),
+    ...[worker, number(overlap_tokens), percent(trust), ...[terms.cost, terms.own_s, terms.wait_s, terms.decode_s, terms.evict_s, terms.kv_s, terms.repeat_s, terms.adapter_s, terms.regret_s].map(seconds),
       terms.affinity_s + terms.idle_s ? `−${seconds(terms.affinity_s + terms.idle_s)}` : ""].map((text) => element("td", text)),
     element("td", null, {}, termsBar(terms, most))));
-  const excluded = decision.excluded.map(([worker, why]) => element("tr", null, { class: "quiet" }, element("td", worker), element("td", `not asked: ${why}`, { colspan: 12, class: "words" })));
+  const excluded = decision.excluded.map(([worker, why]) => element("tr", null, { class: "quiet" }, element("td", worker), element("td", `not asked: ${why}`, { colspan: 13, class: "words" })));
   return element("div", null, { class: "scroll" }, element("table", null, {},
     element("thead", null, {}, element("tr", null, {}, ...heads.map((text) => element("th", text, { scope: "col" })))),
     element("tbody", null, {}, ...rows, ...excluded)));

@@ -32,6 +32,7 @@ class Stand:
     unindexed_tokens: int = 0
     evict_discount: float = 0.0
     idle_since_s: float = 0.0
+    regret_s: float = 0.0
 
     @property
     def standing(self) -> Standing:
@@ -39,6 +40,6 @@ class Stand:
         requests = self.inflight_requests + self.foreign_requests
         return (
             self.slowdown, self.pending_s, self.head_s, self.head_since, self.foreign_s, self.foreign_since, requests,
-            self.inflight_requests, self.kv_tokens, self.kv_capacity, self.unindexed_tokens, self.evict_discount,
+            self.regret_s, self.kv_tokens, self.kv_capacity, self.unindexed_tokens, self.evict_discount,
             self.idle_since_s,
         )  # fmt: skip

@@ -17,7 +17,7 @@ def choose(
     session: str | None = None, seed: int = 0,
 ) -> int:  # fmt: skip
     workers = [Stand(id=WorkerId(f"w{n}"), picked=(picked or [0] * len(costs))[n]) for n in range(len(costs))]
-    scores = Scores(costs, lambda at: (costs[at], 0.0, 0.0, own_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    scores = Scores(costs, lambda at: (costs[at], 0.0, 0.0, own_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
     return pick(Seconds(), View(workers, hits, [0] * len(costs)), scores, session=session, rng=Random(seed))
 
 

@@ -59,9 +59,9 @@ def decision(
 ) -> Decision:
     """100 tokens at `chosen`, 600 at `best`, which would save 0.3 s of what is believed."""
     rows = [
-        (cost, 0.05, 0.0, 0.0, 0.0, 0.0, 0.0, affinity_s, 0.0, 0.0, adapter_s),
-        (best_cost, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, best_adapter_s),
-        (9.0, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+        (cost, 0.05, 0.0, 0.0, 0.0, 0.0, 0.0, affinity_s, 0.0, 0.0, adapter_s, 0.0),
+        (best_cost, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, best_adapter_s, 0.0),
+        (9.0, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
     ]
     candidates = Candidates([CHOSEN, BEST, WorkerId("busy")], [100, 600, 600], [1.0, best_trust, 1.0], rows)
     return Decision("r", "m", "default", "seconds", CHOSEN, 100, 600, 1000, SIZE, PrefixMode.EXACT, candidates)

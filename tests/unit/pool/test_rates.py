@@ -94,6 +94,57 @@ def test_one_odd_ratio_moves_a_slowdown_little() -> None:
     assert slowdown.value < 1.12
 
 
+def test_three_observations_that_agree_tell_that_a_worker_has_changed() -> None:
+    slowdown = Slowdown()
+    for _ in range(100):
+        slowdown.learn(1.0)
+    slowdown.learn(10.0)
+    slowdown.learn(10.0)
+    assert slowdown.value < 1.5
+    slowdown.learn(10.0)
+    assert slowdown.value > 2.5
+    for _ in range(10):
+        slowdown.learn(10.0)
+    assert slowdown.value > 5.0
+    for _ in range(3):
+        slowdown.learn(1.0)
+    assert slowdown.value < 1.1
+
+
+@pytest.mark.parametrize("between", [(1.0, 1.0), (0.05, 1.0), (2.0, 0.1)])
+def test_odd_ratios_that_do_not_follow_one_another_tell_of_no_change(between: tuple[float, float]) -> None:
+    """Also those on both sides, and those of requests that are nearly all fixed overhead."""
+    slowdown = Slowdown()
+    for _ in range(100):
+        slowdown.learn(1.0)
+    for _ in range(3):
+        slowdown.learn(10.0)
+        slowdown.learn(10.0)
+        for ratio in between:
+            slowdown.learn(ratio)
+    assert slowdown.value < 1.6
+    for _ in range(9):
+        slowdown.learn(10.0, 0.05)
+    assert slowdown.value < 1.6
+
+
+def test_that_a_worker_is_slow_is_forgotten_when_nothing_shows_it() -> None:
+    slowdown = Slowdown()
+    for _ in range(100):
+        slowdown.learn(10.0)
+    known = slowdown.value
+    for _ in range(20):  # ten seconds
+        slowdown.tick()
+    assert slowdown.value == known
+    for _ in range(180):
+        slowdown.tick()
+    assert slowdown.value < 1.3
+    slowdown.learn(10.0)
+    slowdown.learn(10.0)
+    slowdown.learn(10.0)
+    assert slowdown.value > 2.0
+
+
 def test_inter_token_time_is_learned_against_the_batch() -> None:
     rates = PoolRates()
     for number in range(300):

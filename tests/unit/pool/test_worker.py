@@ -167,6 +167,43 @@ def test_a_busy_period_is_learned_as_a_whole() -> None:
     assert 2 * worker.rates.prefill_s(500, 0) == pytest.approx(0.3, rel=0.1)
 
 
+def test_a_worker_that_never_idles_is_soon_known_to_be_slow() -> None:
+    """Its busy period is closed when it has taken twice the estimate of all that was sent, not after eight prefills."""
+    worker = make_worker()
+    for _ in range(10):
+        learn_once(worker, took_s=0.2)
+    first, second = make_reservation(0.2), make_reservation(0.2)
+    worker.reserve(first, 200.0)
+    worker.reserve(second, 200.0)
+    known = worker.rates.samples
+    worker.first_byte(first, 200.3)
+    assert worker.rates.samples == known
+    third = make_reservation(0.2)
+    worker.reserve(third, 200.3)
+    worker.first_byte(second, 203.0)
+    assert worker.rates.samples == known + 1
+
+
+def test_an_account_of_regret_is_bounded_fades_and_ends_with_the_slowness() -> None:
+    worker = make_worker()
+    for _ in range(20):
+        worker.speed.learn(10.0)
+    worker.relearn()
+    worker.owe(3.0)
+    assert (worker.regret_s, worker.standing[7], worker.rates.regretted) == (3.0, 3.0, True)
+    worker.owe(-4.0)
+    assert worker.regret_s == 0.0
+    worker.owe(1e6)
+    most = worker.regret_s
+    assert most < 60.0
+    worker.tick(0.5)
+    assert 0.9 * most < worker.regret_s < most
+    for _ in range(5):
+        worker.speed.learn(1.0)
+    worker.relearn()
+    assert worker.regret_s == worker.standing[7] == 0.0
+
+
 def test_victims_are_worth_less_the_slower_the_cache_turns_over() -> None:
     def discount(every_s: float) -> float:
         worker = make_worker()
