@@ -356,7 +356,8 @@ GATEWAY_UNREACHABLE = Kind(
     "gateway_unreachable",
     "The gateway's admin port did not answer as it should, so nothing of what it has seen is known.",
     "{problem}",
-    "start `kvgate serve`; give its admin port with --admin, and the token with --token",
+    "see the message: `kvgate serve` has to run, --admin names its admin port, and its token comes from "
+    "KVGATE_AUTH__ADMIN_TOKEN or --config",
 )
 NOT_JOINED = Kind(
     Severity.ERROR,

@@ -201,7 +201,7 @@ def doctor(
     \b
     kvgate doctor --worker http://10.0.0.1:8000 --tokenizer /models/llama
     kvgate doctor --config kvgate.yaml
-    kvgate doctor --admin http://127.0.0.1:8001 --token SECRET
+    kvgate doctor --admin http://127.0.0.1:8001
     """
     from gateway.cli.doctor import Asked, run
     from gateway.cli.serve import tokenizer_directories

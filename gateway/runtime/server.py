@@ -181,7 +181,7 @@ def listen(host: str, port: int, *, keys: str) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another by {keys}") from error
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with {keys}") from error
     listener.setblocking(False)
     return listener
 
