@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
+from gateway.api import parse_request
 from gateway.credentials import key_hash
 from gateway.policy import Seconds
+from gateway.pool import HedgeRule
 from gateway.records import Endpoint, WorkerId
 from gateway.runtime import Gateway
 from gateway.runtime.parts import admin_settings
@@ -87,12 +90,17 @@ LINES: dict[str, tuple[Any, Any, Look]] = {
     "timeouts.models": ({"m": {"idle_s": 4}}, 4, lambda g: _timeouts(g, Endpoint.CHAT, "m").idle_s),
     "retries.max": (7, 7, lambda g: g.edge.settings.limits.max_retries),
     "retries.budget_ratio": (0.7, 0.7, lambda g: g.fleet.settings.retry_ratio),
+    "retries.hedge_percentile": (0.7, 0.7, lambda g: _late(g, "other").percentile),
+    "retries.hedge_floor_s": (7, 7, lambda g: _late(g, "late").floor_s),
+    "retries.paths": ({"/v1/completions": {"hedge_percentile": 0.8}}, 0.8, lambda g: _late(g, "other").percentile),
+    "retries.models": ({"m": {"hedge_percentile": 0.9}}, 0.9, lambda g: _late(g, "m").percentile),
     "health.failures": (7, 7, lambda g: g.fleet.settings.health.failures),
     "health.open_s": (7, 7, lambda g: g.fleet.settings.health.open_s),
     "health.probe_s": (7, 7, lambda g: g.membership.settings.refresh_s),
     "health.panic_ratio": (0.7, 0.7, lambda g: g.fleet.settings.health.panic_ratio),
     "health.slow_start_s": (7, 7, lambda g: g.fleet.settings.health.slow_start_s),
     "load.poll_s": (7, 7, lambda g: g.membership.settings.poll_s),
+    "load.sockets": (False, False, lambda g: g.membership.settings.load_sockets),
 }
 """Key -> what the file says, what the part then has, how to see it."""
 
@@ -116,6 +124,14 @@ def _sources(g: Gateway) -> set[str]:
 
 def _timeouts(g: Gateway, path: Endpoint = Endpoint.CHAT, model: str = "other") -> Timeouts:
     return g.edge.settings.timeouts.of(path, model)
+
+
+def _late(g: Gateway, model: str) -> HedgeRule:
+    """When a completion of this model gets a second worker; a percentile of 0: never."""
+    body = msgspec.json.encode({"model": model, "prompt": "it"})
+    request = parse_request(Endpoint.COMPLETIONS, body, request_id="r")
+    rules = g.edge.settings.hedges
+    return (rules and rules.of(request)) or HedgeRule(0.0, 0.0)
 
 
 def _session(g: Gateway, age_s: float) -> WorkerId | None:
@@ -142,6 +158,7 @@ async def test_each_key_reaches_the_part_that_uses_it(tmp_path: Path) -> None:
     file = tmp_path / "kvgate.yaml"
     base: dict[str, Any] = {
         "redis": {"url": "redis://127.0.0.1:9"},  # nobody is there; the registry needs one named
+        "retries": {"models": {"late": {"hedge_percentile": 0.6}}},  # a floor is for those with a percentile
         "auth": {
             "keys_file": None,
             "keys": [{"tenant": "z", "key": KEY}, *({"tenant": "z", "key": f"{KEY}-{n}"} for n in range(3))],

@@ -172,7 +172,9 @@ async def test_a_moved_request_that_loses_its_hit_is_a_miss_by_retry() -> None:
 async def test_what_was_given_up_for_load_is_shown() -> None:
     async with rig(2, engine=fast(speed=1.0)) as r:
         await warmed(r, "w1")
-        r.gateway.fleet.workers[WorkerId("w1")].pending_s = 60.0
+        busy = r.gateway.fleet.workers[WorkerId("w1")]
+        busy.pending_s = 60.0
+        busy.relearn()
         await ask(r, PROMPTS[0])
         (decision,) = (await r.admin("/admin/decisions", params={"limit": 1}))["decisions"]
         assert decision["worker"] == "w2"
