@@ -25,6 +25,9 @@ import httptools
 MAX_BODY_BYTES = 256 << 20
 MAX_PIPELINED = 32
 
+_ACCEPT_TURNS = 4
+"""Turns of the event loop, and one more, between accepting a connection and telling its protocol."""
+
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -251,6 +254,12 @@ class HttpServer:
         if self._server is None:
             return
         self._stopping = True
+        # First only accept no more: asyncio loses a connection, and leaves it open, that was accepted before its server
+        # was closed and has its first turn behind that.
+        for listener in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+        for _ in range(_ACCEPT_TURNS):
+            await asyncio.sleep(0)
         self._server.close()
         self.drop_connections()
         await self._server.wait_closed()

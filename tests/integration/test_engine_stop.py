@@ -23,5 +23,7 @@ async def test_stops_beside_a_connection_accepted_in_the_same_moment(turns: int)
         for _ in range(turns):
             await asyncio.sleep(0)
         await asyncio.wait_for(server.stop(), 20)
-        await asyncio.sleep(0)
         assert server.connections == 0
+        for _ in range(6):
+            await asyncio.sleep(0)
+            assert server.connections == 0, "nothing comes after the end"
