@@ -130,6 +130,11 @@ class SimulatedWorker:
         publisher = self._ranks.first.load_publisher
         return None if publisher is None else f"tcp://{self.settings.host}:{publisher.port}"
 
+    @property
+    def connections(self) -> int:
+        """Open HTTP connections."""
+        return self._http.connections
+
     def state(self) -> dict[str, object]:
         """What `GET /sim/state` shows. Counts of the engine start at 0 again after a restart."""
         return {
@@ -137,7 +142,7 @@ class SimulatedWorker:
             "dialect": self.settings.dialect,
             "version": self.settings.said_version(),
             "aborted": self.aborted,
-            "connections": self._http.connections,
+            "connections": self.connections,
             "received": self.received,
             "last_body_sha256": hashlib.sha256(self.bodies[-1]).hexdigest() if self.bodies else None,
         } | self._ranks.state()

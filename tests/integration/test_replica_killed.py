@@ -21,7 +21,7 @@ from gateway.store_address import parse_store_url
 from tests.integration.processes import PATIENCE_S, Program, Served, running
 from tests.integration.redis_server import RedisServer, redis_server
 from tests.integration.rig import fast, until, write_yaml
-from tests.integration.two_gateways import Chats, hit
+from tests.integration.two_gateways import Chats
 
 ENGINES = 8
 CHATS = 240
@@ -202,14 +202,15 @@ async def test_a_killed_replica_comes_back_warm_and_chats_hit_as_through_one(
         await killed.kill()
         await asyncio.gather(*streams)
 
-        async def forgotten() -> bool:
-            return await other.peers() == []
-
-        await _eventually(forgotten)
         await until(lambda: chats.done > CHATS // 2 or run.done(), within_s=5 * PATIENCE_S)
 
         chats.go.clear()  # so that it cannot have learned from them what it knows when it is ready
         await until(lambda: stand.busy() == 0)
+
+        async def forgotten() -> bool:
+            return await other.peers() == []
+
+        await _eventually(forgotten)
         cold = await stand.start()
         assert await cold.sum("index_blocks") == await other.sum("index_blocks") > 0
         stand.clients.append(cold.client)
@@ -221,7 +222,8 @@ async def test_a_killed_replica_comes_back_warm_and_chats_hit_as_through_one(
     assert chats.errors == []
     through = [turn for turn in chats.follow_ups if turn.through == str(cold.client.base_url)]
     assert len(through) > FIRST_TURNS
-    assert hit(through[:FIRST_TURNS]) >= 0.9 * one_hit
+    first = through[:FIRST_TURNS]
+    assert sum(turn.cached for turn in first) >= 0.9 * sum(turn.before for turn in first), first
     assert chats.hit >= 0.95 * one_hit > 0.5, (chats.hit, one_hit)
 
 
@@ -250,7 +252,7 @@ async def test_a_fleet_of_replicas_that_was_killed_comes_back_warm(
         await chats.run(stand, CHATS // 3, turns=2)  # the same chats: what was their second turn is found whole
         await _exact(stand, *again)
     assert (half.errors, chats.errors) == ([], [])
-    assert chats.hit >= 0.95 > half.hit
+    assert chats.hit >= 0.9 > half.hit
 
 
 async def _written(redis: RedisServer, blocks: float) -> None:

@@ -150,6 +150,7 @@ def test_a_slow_worker_is_found_out() -> None:
         speeds=[0.1, 1.0, 1.0, 1.0], admission=FOR_EVER,
     )  # fmt: skip
     report = run.run()
-    slowdowns = [worker.slowdown for worker in run.fleet.workers.values()]
-    assert report.shares[0] < 0.15  # of four equal ones it would have a quarter
-    assert slowdowns[0] > 2.0 * max(slowdowns[1:])
+    # Of four equal ones it would have a quarter. At the end it need not be known as slow: that is forgotten when
+    # nothing has shown it for a while.
+    assert report.shares[0] < 0.15
+    assert min(report.shares[1:]) > 0.2
