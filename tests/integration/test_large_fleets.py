@@ -157,4 +157,5 @@ async def test_a_fleet_that_is_found_is_whole_and_a_third_is_replaced_in_one_ste
             await until(lambda: len(asyncio.all_tasks()) <= tasks + 2, within_s=PATIENCE_S)
             await until(lambda: open_files(running) <= files + 4, within_s=PATIENCE_S)
             await until(lambda: all(engine.connections == 0 for engine in running[:STAY]))
+            await until(lambda: all(engine.connections <= 4 for engine in running))
         assert not [task for task in asyncio.all_tasks() if "worker" in task.get_name()]

@@ -274,6 +274,10 @@ async def test_only_a_source_that_was_changed_begins_anew_and_nobody_is_probed_f
         assert gateway.membership.members[WorkerId("in-the-cluster")].probed is probed
 
 
+KEPT = 8
+"""Connections to one engine: four clients, a poll, probes. Fifty that are left open are more."""
+
+
 async def test_fifty_reloads_under_load_leave_nothing_behind(path: Path) -> None:
     async with rig(3, engine=fast(), file=path) as r:
         file, gateway = File(r, path), r.gateway
@@ -314,6 +318,7 @@ async def test_fifty_reloads_under_load_leave_nothing_behind(path: Path) -> None
         await until(lambda: gateway.supervisor.names == names_before)
         await until(lambda: len(asyncio.all_tasks()) <= tasks)
         await until(lambda: _open_files(r) <= files)
+        await until(lambda: all(engine.connections <= KEPT for engine in r.engines))
         assert set(statuses) == {200}
         assert len(statuses) > 8
         assert (gateway.reload.results[Result.APPLIED], gateway.reload.results[Result.REFUSED]) == (57, 0)
