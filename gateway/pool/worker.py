@@ -35,6 +35,7 @@ from gateway.pool.rates import PoolRates, Slowdown
 from gateway.pool.regret import REGRET_S, SLOW, forgotten_s
 from gateway.pool.reservations import NOTHING_SENT, Flow, Period, Reservation, Sent
 from gateway.pool.room import Room
+from gateway.pool.silence import Silence
 from gateway.pool.trust import Trust
 from gateway.records import Finding, LoadSample, Slot, Standing, TrustState, WorkerFacts, WorkerId, WorkerSpec
 
@@ -113,10 +114,7 @@ class Worker:
     room: Room = field(default_factory=Room)
     adapters: Adapters = field(default_factory=Adapters)
 
-    _answered_at: float = -math.inf
-    """Its last first byte."""
-    _silent_at: float = -math.inf
-    """When it was found to answer nobody."""
+    _silence: Silence = field(default_factory=Silence)
     _own_s: float = 0.0
     _own_head_s: float = 0.0
     _own_since: float = 0.0
@@ -214,21 +212,17 @@ class Worker:
 
     def overtaken(self, reservation: Reservation, now: float) -> bool:
         """Another worker has answered this late request, which is about to be released. What it took so far is evidence
-        for its speed where that is clean, as a first byte would be. True when it has answered nobody since: once for
-        all requests that were sent before it was found so."""
+        for its speed where that is clean, as a first byte would be. True when that makes a failure (`pool.silence`)."""
         period = self._period
         if period is not None and period.clean and reservation.pending and len(self._pending) == 1:
             took_s = now - self._own_since
             self.rates.learn_late(reservation.new_tokens, reservation.cached_tokens, took_s, self.speed)
             self.relearn()
-        if max(self._answered_at, self._silent_at) >= reservation.sent_at:
-            return False
-        self._silent_at = now
-        return True
+        return self._silence.overtaken(reservation.sent_at, now)
 
     def first_byte(self, reservation: Reservation, now: float) -> None:
         """The prefill of this request is over. Later calls, and calls after the release, change nothing."""
-        self._answered_at = now
+        self._silence.answered(now)
         if not reservation.pending:
             return
         period = self._period

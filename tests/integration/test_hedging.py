@@ -10,6 +10,7 @@ import pytest
 
 from gateway.edge import EdgeLimits, HedgeRules
 from gateway.pool import Kind
+from gateway.pool.silence import SILENT_S
 from gateway.records import Hedged, Outcome, Result, WorkerId
 from gateway.upstream.connections import Timeouts
 from tests.integration.relay_rig import (
@@ -63,7 +64,7 @@ async def heard(call: Call) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_second_worker_answers_first(stream: bool) -> None:
     good = streams(TOKEN, TOKEN, DONE) if stream else answers(OK)
-    async with relay(silent, good, hedges=RULES, timeouts=PATIENT) as r:
+    async with relay(silent, good, hedges=HedgeRules(0.95, SILENT_S), timeouts=PATIENT) as r:
         taught(r)
         answer = await r.ask(post(ask(stream=stream)))
         assert (answer.status, answer.body) == (200, TOKEN + TOKEN + DONE if stream else OK)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gateway.pool import Kind
+from gateway.pool.silence import SILENT_S
 from gateway.records import Hedged, Tier
 from gateway.sim.faults import Fault, FaultKind
 from tests.integration.rig import Rig, fast, rig, until, write_yaml
@@ -55,7 +56,8 @@ def whole(answer: httpx.Response, *, stream: bool) -> bool:
     [(FaultKind.FREEZE, False), (FaultKind.FREEZE, True), (FaultKind.STALL, True)],  # a head without a byte behind it
 )
 async def test_a_frozen_engine_costs_no_client_its_answer(fault: FaultKind, stream: bool) -> None:
-    async with rig(3, engine=fast(), settings=SETTINGS) as r:
+    settings = SETTINGS | {"retries": ON | {"hedge_floor_s": SILENT_S}}  # so that each request it meets is a failure
+    async with rig(3, engine=fast(), settings=settings) as r:
         await seen(r, stream=stream)
         frozen = r.engine("w1")
         frozen.fault(Fault(fault, after=0))
