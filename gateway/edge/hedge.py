@@ -299,10 +299,11 @@ class Race:
         if isinstance(found, Refusal):
             late.hedging.refused[found] += 1
             return False
+        stream = edge.upstream.open(found.worker.spec)  # first: what fails here must not leave a lease
         lease = edge.router.reserve(found, request, self._blocks, now, beside=late)
         late.retries.retry(now)
         self._work.spent += 1
-        self._second = self._begin(lease, edge.upstream.open(lease.worker.spec))
+        self._second = self._begin(lease, stream)
         return True
 
     def _begin(self, lease: Lease, stream: UpstreamStream) -> _Runner:

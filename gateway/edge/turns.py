@@ -65,9 +65,16 @@ class Turn:
 
     def placed(self, lease: Lease) -> None:
         """From the admission."""
-        self._take(lease)
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        try:
+            self._take(lease)
+        except Exception as bug:
+            # The request is in no line any more: its own task has to end it, and the others that wait go on.
+            if self._done is None or self._done.done():
+                raise
+            self._done.set_exception(bug)
+        else:
+            if self._done is not None and not self._done.done():
+                self._done.set_result(None)
 
     def refused(self, error: GatewayError) -> None:
         """From the admission, to whoever waits."""

@@ -11,8 +11,9 @@ import pytest
 from gateway.edge import EdgeLimits, HedgeRules
 from gateway.pool import Kind
 from gateway.pool.silence import SILENT_S
-from gateway.records import Hedged, Outcome, Result, WorkerId
+from gateway.records import Hedged, Outcome, Result, WorkerId, WorkerSpec
 from gateway.upstream.connections import Timeouts
+from gateway.upstream.http import Upstream, UpstreamStream
 from tests.integration.relay_rig import (
     PATIENCE_S,
     Call,
@@ -406,3 +407,24 @@ async def test_no_request_is_left_for_the_collector() -> None:
             gc.garbage.clear()
             gc.enable()
         assert not left & {"Attempts", "Exchange", "Lease", "Race", "_Runner", "frame", "InferenceRequest"}
+
+
+@both_loops
+async def test_a_bug_in_beginning_the_second_copy_costs_no_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = Upstream.open
+
+    def broken(self: Upstream, worker: WorkerSpec) -> UpstreamStream:
+        if worker.name == "w2":
+            raise RuntimeError("seeded bug")
+        return opened(self, worker)
+
+    monkeypatch.setattr(Upstream, "open", broken)
+    async with relay(silent, silent, hedges=RULES, timeouts=PATIENT) as r:
+        taught(r)
+        answer = await r.ask(post(ask()))
+        assert answer.status == 500
+        await heard(r.workers[0].calls[0])
+        await until(r.quiet)
+    assert "seeded bug" in caplog.text

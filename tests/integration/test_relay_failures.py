@@ -12,8 +12,10 @@ import pytest
 
 from gateway.edge import EdgeLimits, PhaseTimeouts
 from gateway.leases import Ledger
-from gateway.records import Endpoint, Result
+from gateway.pool import FleetSettings
+from gateway.records import Endpoint, Result, WorkerSpec
 from gateway.upstream.connections import Timeouts
+from gateway.upstream.http import Upstream, UpstreamStream
 from tests.integration.relay_rig import Call, RelayRig, Script, answers, ask, both_loops, post, relay, silent, until
 
 OK = b'{"id":"1","choices":[]}'
@@ -719,5 +721,33 @@ async def test_a_bug_in_what_follows_from_the_first_byte_costs_no_answer_and_no_
             call.end_stream()
         outcome = await r.outcome()
         assert (outcome.status, outcome.result) == (200, Result.COMPLETED)
+        await until(r.quiet)
+    assert "seeded bug" in caplog.text
+
+
+@both_loops
+async def test_a_bug_in_beginning_a_request_that_has_waited_ends_it_and_costs_no_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else would: it is not in the line any more, and its task waits to be told."""
+    async with relay(silent) as r:
+        r.fleet.apply(FleetSettings(max_inflight=1))
+        first, second, third = [await r.client() for _ in range(3)]
+        first.send(post(ask()))
+        call = await r.workers[0].call()
+        for number, client in enumerate((second, third), start=1):
+            client.send(post(ask()))
+            await until(lambda number=number: r.edge.turns.admission.held == number)  # type: ignore[misc]
+        opened = Upstream.open
+
+        def broken(self: Upstream, worker: WorkerSpec) -> UpstreamStream:
+            monkeypatch.setattr(Upstream, "open", opened)
+            raise RuntimeError("seeded bug")
+
+        monkeypatch.setattr(Upstream, "open", broken)
+        call.plain(OK)
+        assert (await second.answer()).status == 500
+        (await r.workers[0].call(1)).plain(OK)
+        assert (await third.answer()).status == 200, "the line goes on"
         await until(r.quiet)
     assert "seeded bug" in caplog.text
