@@ -46,6 +46,12 @@ _BOUND = 50.0
 _LEAST = 1.0 / _BOUND
 _SCALE_BOUND = 1000.0
 """The scale of the prior itself stays within this factor: from a 10 us to a 0.2 s token."""
+_MOST_SAMPLES = 1e15
+_MOST_EVIDENCE = 1e6
+"""Of what another process has learned: more than any sum comes to here, each summand of which is at most `_BOUND`
+squared."""
+_LONGEST, _MOST_TEXT = 1e7, 1e12
+"""The same for means of lengths, in tokens, and for sums of texts."""
 _SWEEPS = 3
 """Coordinate-descent sweeps per observation; the start is the last solution, which is nearly right."""
 
@@ -111,17 +117,20 @@ class Regression:
         return [float(self.samples), *self._prior, *self.values, *self._vector, *matrix]
 
     def take_over(self, learned: Sequence[float]) -> None:
-        """Go on from what another one knew; what is none of it is ignored."""
+        """Go on from what another one knew; what is none of it, or outside the bounds (rule 1), is ignored."""
         size = self._size
-        finite = all(math.isfinite(number) for number in learned)
-        if len(learned) != 1 + 3 * size + size * size or not finite or learned[0] < _WARM_UP:
+        if len(learned) != 1 + 3 * size + size * size or not _WARM_UP <= learned[0] <= _MOST_SAMPLES:
             return
         prior, values, vector = (tuple(learned[1 + at * size : 1 + (at + 1) * size]) for at in range(3))
-        if not all(number > 0.0 for number in (*prior, *values)):
+        rest = learned[1 + 3 * size :]
+        if not (
+            all(_within(new, own, _SCALE_BOUND) for new, own in zip(prior, self._prior, strict=True))
+            and all(_within(value, scaled, _BOUND) for value, scaled in zip(values, prior, strict=True))
+            and all(0.0 <= number <= _MOST_EVIDENCE for number in (*vector, *rest))
+        ):
             return
         self.samples = int(learned[0])
         self._prior, self.values, self._vector = prior, values, list(vector)
-        rest = learned[1 + 3 * size :]
         self._matrix = [list(rest[row * size : (row + 1) * size]) for row in range(size)]
         self._first.clear()
 
@@ -152,6 +161,12 @@ class Regression:
                 best = (seen - rest) / own
                 ratios[i] = _LEAST if best < _LEAST else _BOUND if best > _BOUND else best
         self.values = tuple([ratio * prior for ratio, prior in zip(ratios, self._prior, strict=True)])
+
+
+def _within(number: float, middle: float, factor: float) -> bool:
+    """Within this factor of a number, but for rounding."""
+    factor *= 1.0 + 1e-9
+    return middle / factor <= number <= middle * factor
 
 
 class PrefillRates(NamedTuple):
@@ -223,7 +238,8 @@ class PoolRates:
 
     def take_over(self, learned: Sequence[float]) -> None:
         """Go on from what another process learned; what is none of it is ignored."""
-        if len(learned) < 6 or not all(math.isfinite(number) and number >= 0.0 for number in learned[:5]):
+        most = (_LONGEST, _LONGEST, _MOST_TEXT, _MOST_TEXT, len(learned))
+        if len(learned) < 6 or not all(0.0 <= number <= top for number, top in zip(learned, most, strict=False)):
             return
         end = 5 + int(learned[4])
         self._prefill.take_over(learned[5:end])
@@ -388,12 +404,14 @@ class Slowdown:
 
     def take_over(self, learned: Sequence[float]) -> None:
         """Go on from what another one knew; what is none of it is ignored."""
-        if len(learned) != 4 or not all(math.isfinite(number) for number in learned):
+        if len(learned) != 4 or not (1 <= learned[0] <= _MOST_SAMPLES and 0.0 <= learned[3] <= self._MEMORY):
             return
-        if learned[0] < 1 or not 0.0 <= learned[3] <= self._MEMORY or abs(learned[1]) > self._BOUND * self._MEMORY:
+        _, total, squares, weight = learned
+        far = 2.0 * self._BOUND  # further from 0 than any observation counts
+        if not (abs(total) <= far * weight and 0.0 <= squares <= far * far * weight):
             return
         self.samples = int(learned[0])
-        self._sum, self._squares, self._weight = learned[1], max(0.0, learned[2]), learned[3]
+        self._sum, self._squares, self._weight = total, squares, weight
         self._settle()
 
     def _settle(self) -> None:
