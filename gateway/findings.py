@@ -275,6 +275,17 @@ REPLAY_OVERLAPS = Kind(
     "put the base ports of endpoint and replay_endpoint further apart than there are ranks (5557 and 5657)",
 )
 
+LOAD_UNHEARD = Kind(
+    Severity.WARNING,
+    "load_unheard",
+    "The worker says where it publishes its load, and it is not heard there: a firewall is in between, another process "
+    "has the port (SGLang goes on without its load socket then), or several servers name the address, so that nobody "
+    "can say whose load it is. It is polled, so its load is known later.",
+    "its load at {endpoint} is not heard: {problem}",
+    "open the port between kvgate and the worker, and start each server of a host with a --load-publish-endpoint of "
+    "its own",
+)
+
 # --------------------------------------------------------------------------- data-parallel ranks
 
 RANKS_AS_ONE = Kind(
@@ -434,6 +445,7 @@ KINDS: tuple[Kind, ...] = (
     REPLAY_LOCAL,
     REPLAY_UNREACHABLE,
     REPLAY_OVERLAPS,
+    LOAD_UNHEARD,
     RANKS_AS_ONE,
     RANK_COUNT_WRONG,
     RANK_EVENTS_SHARED,

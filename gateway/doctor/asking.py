@@ -20,11 +20,11 @@ import msgspec
 import zmq.asyncio
 
 from gateway import findings as table
-from gateway.doctor.checks import FeedSeen, Heard, Reach, Seen, Tried, outside
-from gateway.doctor.sockets import Subscription, replay_reach, subscribed
+from gateway.doctor.checks import FeedSeen, Heard, LoadSeen, Reach, Seen, Tried, outside
+from gateway.doctor.sockets import Subscription, load_reach, replay_reach, subscribed
 from gateway.kv.events import KvBatch, MalformedMessage, Stored, decode_batch
 from gateway.prefix import PromptHasher
-from gateway.records import EventSource, Finding, WorkerFacts, WorkerSpec
+from gateway.records import EventSource, Finding, LoadEndpoint, WorkerFacts, WorkerSpec
 from gateway.upstream.control import Answer, ControlClient, ProbeFailed
 from gateway.upstream.discovery import probe
 from gateway.upstream.parity import token_differences
@@ -127,8 +127,10 @@ class Examination:
                 for source in facts.events
             ]
             self._begin("connecting to its events")
-            reached = await asyncio.gather(*map(self._reach, facts.events, feeds))
-            self.seen = replace(self.seen, feeds=tuple(reached))
+            reached, loads = await asyncio.gather(
+                asyncio.gather(*map(self._reach, facts.events, feeds)), asyncio.gather(*map(self._hear, facts.loads))
+            )
+            self.seen = replace(self.seen, feeds=tuple(reached), loads=tuple(loads))
             if self._plan.send_prompts:
                 await asyncio.sleep(_SUBSCRIBED_S)
                 await self._try(facts, feeds)
@@ -167,6 +169,11 @@ class Examination:
             feed.reach(within_s), replay_reach(context, source.replay_endpoint, within_s)
         )
         return FeedSeen(source, events, answers)
+
+    async def _hear(self, source: LoadEndpoint) -> LoadSeen:
+        plan = self._plan
+        reach = await load_reach(self._tools.context, source, reach_s=plan.reach_s, listen_s=plan.listen_s)
+        return LoadSeen(source, reach)
 
     async def _try(self, facts: WorkerFacts, feeds: Sequence[Subscription]) -> None:
         plan, tools = self._plan, self._tools

@@ -9,13 +9,14 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
 
 from gateway import findings as table
-from gateway.records import EngineKind, EventSource, Finding, WorkerFacts, WorkerSpec
+from gateway.records import EngineKind, EventSource, Finding, LoadEndpoint, WorkerFacts, WorkerSpec
 from gateway.settings import is_loopback
 
 MAX_SKEW_S = 2.0
@@ -29,6 +30,7 @@ class Reach(StrEnum):
     NOBODY = "nobody listens there, or a firewall is in between"
     FOREIGN = "what listens there does not answer as the engine's socket would"
     NO_ADDRESS = "this is no address to connect to"
+    SILENT = "what listens there says nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,14 @@ class FeedSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadSeen:
+    """One rank's load endpoint, and whether its load came from there."""
+
+    source: LoadEndpoint
+    reach: Reach
+
+
+@dataclass(frozen=True, slots=True)
 class Tried:
     """A new prompt of `tokens` tokens was sent twice, then once with a salt of its own, all to one rank; cached tokens
     as reported, None where the answer did not say. `status` is that of the first answer that was not 200, with its text
@@ -77,6 +87,7 @@ class Seen:
     said: tuple[Finding, ...] = ()
     """Findings made while asking: the comparison of token ids, what failed, what was not finished."""
     feeds: tuple[FeedSeen, ...] = ()
+    loads: tuple[LoadSeen, ...] = ()
     tried: Tried | None = None
     skew_s: float | None = None
     """How far the HTTP date lies outside the window; positive: the worker's clock is ahead."""
@@ -102,6 +113,13 @@ def check_sockets(seen: Seen) -> Iterable[Finding]:
             yield table.EVENTS_UNREACHABLE.found(endpoint=feed.source.endpoint, problem=feed.events)
         if feed.replay not in (None, Reach.OPEN):
             yield table.REPLAY_UNREACHABLE.found(endpoint=feed.source.replay_endpoint, problem=feed.replay)
+
+
+def check_loads(seen: Seen) -> Iterable[Finding]:
+    """Load endpoints that the worker names and does not publish at."""
+    for load in seen.loads:
+        if load.reach is not Reach.OPEN:
+            yield table.LOAD_UNHEARD.found(endpoint=load.source.endpoint, problem=load.reach)
 
 
 def check_replay(seen: Seen) -> Iterable[Finding]:
@@ -178,6 +196,7 @@ def check_clock(seen: Seen) -> Iterable[Finding]:
 
 CHECKS = (
     check_sockets,
+    check_loads,
     check_replay,
     check_events,
     check_block_size,
@@ -202,6 +221,18 @@ def _caching_off(seen: Seen) -> bool:
 
 
 # --------------------------------------------------------------------------- several workers
+
+
+def check_load_addresses(fleet: Sequence[Seen]) -> Iterable[tuple[WorkerSpec, Finding]]:
+    """Load endpoints that several servers name."""
+    named = Counter(load.source.endpoint for seen in fleet for load in seen.loads)
+    for seen in fleet:
+        shared = [load.source.endpoint for load in seen.loads if named[load.source.endpoint] > 1]
+        if shared:
+            yield (
+                seen.spec,
+                table.LOAD_UNHEARD.found(endpoint=", ".join(shared), problem="several workers name this address"),
+            )
 
 
 def check_hashes(fleet: Sequence[Seen]) -> Iterable[tuple[WorkerSpec, Finding]]:

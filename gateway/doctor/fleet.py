@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.doctor.asking import Examination, Plan, Tools
-from gateway.doctor.checks import check_hashes, judge
+from gateway.doctor.checks import check_hashes, check_load_addresses, judge
 from gateway.records import Finding, Severity, WorkerFacts, WorkerId, WorkerSpec
 
 _ORDER = (Severity.INFO, Severity.WARNING, Severity.ERROR)
@@ -48,7 +48,7 @@ async def check_fleet(
     checked = [Checked(each.spec, each.facts) for each in seen]
     for each, result in zip(seen, checked, strict=True):
         result.add(_once(judge(each)))
-    for spec, finding in check_hashes(seen):
+    for spec, finding in (*check_hashes(seen), *check_load_addresses(seen)):
         next(result for result in checked if result.spec is spec).add([finding])
     return checked
 

@@ -1,4 +1,4 @@
-"""A worker's event and replay endpoints, tried as the gateway would use them.
+"""A worker's event, replay and load endpoints, tried as the gateway would use them.
 
 Rules:
 1. Connecting proves nothing with ZeroMQ: only a completed handshake, told by the socket's monitor, or an answer, does.
@@ -10,6 +10,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -19,6 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gateway.doctor.checks import Reach
 from gateway.kv.events import MalformedMessage, parse_live, parse_reply, replay_request
+from gateway.records import LoadEndpoint
+from gateway.upstream.load_socket import parse_load
 
 _BEYOND = (1 << 63) - 1
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -55,17 +58,41 @@ class Subscription:
             monitor.close(linger=0)
         return reach
 
+    async def frames(self) -> list[bytes]:
+        """Those of the next message; waits for it."""
+        return await self._socket.recv_multipart()
+
     async def next(self, within_s: float) -> bytes | None:
         """The payload of the next message; None when none came in time, empty for one that is no event message."""
         try:
             async with asyncio.timeout(within_s):
-                frames = await self._socket.recv_multipart()
+                frames = await self.frames()
         except TimeoutError:
             return None
         try:
             return parse_live(frames).payload
         except MalformedMessage:
             return b""
+
+
+async def load_reach(context: zmq.asyncio.Context, source: LoadEndpoint, *, reach_s: float, listen_s: float) -> Reach:
+    """Whether a rank's load comes from this endpoint: there is somebody within `reach_s`, and then within `listen_s` a
+    message that can be read (an engine says something every second)."""
+    async with subscribed(context, source.endpoint, source.topic) as feed:
+        found = await feed.reach(reach_s)
+        if found is not Reach.OPEN:
+            return found
+        found = Reach.SILENT
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(listen_s):
+                while found is not Reach.OPEN:
+                    try:
+                        parse_load(await feed.frames(), source.rank)
+                    except ValueError:
+                        found = Reach.FOREIGN
+                    else:
+                        found = Reach.OPEN
+    return found
 
 
 @asynccontextmanager

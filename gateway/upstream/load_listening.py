@@ -5,7 +5,8 @@ Rules:
    cannot be opened, for want of files perhaps, is tried again after the next probe.
 2. An address that several servers name has one publisher, and nobody can say whose: SGLang goes on, without its load
    socket, when its port is taken. None of them is listened to there; they are polled.
-3. A server's polls know its socket, and go on at their own pace without it.
+3. A server's polls know its socket, and go on at their own pace without it. That it is silent, or another's too, is a
+   finding about the server (`judged`).
 4. All sockets are drained in one round, `DRAIN_S` after the last: to be woken for each message costs several times what
    reading it does. After some of them the loop serves others.
 """
@@ -15,13 +16,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import structlog
 import zmq
 
-from gateway.records import LoadEndpoint, WorkerId
-from gateway.upstream.load_socket import DRAIN_S, LoadSocket
+from gateway.findings import LOAD_UNHEARD
+from gateway.records import LoadEndpoint, WorkerFacts, WorkerId
+from gateway.upstream.load_socket import DRAIN_S, UNHEARD_S, LoadSocket
 from gateway.upstream.members import Member, Tasks
 
 _AT_ONCE: Final = 8
@@ -73,6 +76,20 @@ class LoadListening:
             self._tasks.start("load sockets", self.run)
         self._log.info("load socket", worker=member.spec.name, endpoints=[load.endpoint for load in wanted])
 
+    def judged(self, member: Member, facts: WorkerFacts, *, on: bool) -> WorkerFacts:
+        """What a probe of it has found, with what listening has, if `on`."""
+        if not on:
+            return facts
+        socket = member.load_socket
+        if socket is not None:
+            silent, problem = socket.unheard(), f"nothing that can be read came for {UNHEARD_S:g} s"
+        else:
+            silent, problem = self._shared(member), "several servers name this address"
+        if not silent:
+            return facts
+        found = LOAD_UNHEARD.found(endpoint=", ".join(load.endpoint for load in silent), problem=problem)
+        return replace(facts, findings=(*facts.findings, found))
+
     def leave(self, member: Member) -> None:
         """It is going: nothing more is heard, and its addresses may be another's."""
         self._name(member, ())
@@ -107,14 +124,17 @@ class LoadListening:
         self._named.update(load.endpoint for load in loads)
         self._named += Counter()  # what is 0 goes
         member.loads_named = loads
-        shared = [load.endpoint for load in loads if self._named[load.endpoint] > 1]
+        shared = self._shared(member)
         if shared:
             self._log.warning(
                 "load socket is not used: several workers name it, so one of them could not open its own",
                 worker=member.spec.name,
-                endpoints=shared,
+                endpoints=[load.endpoint for load in shared],
                 fix="give each server on a host a --load-publish-endpoint of its own",
             )
+
+    def _shared(self, member: Member) -> tuple[LoadEndpoint, ...]:
+        return tuple(load for load in member.loads_named if self._named[load.endpoint] > 1)
 
     def _stop(self, member: Member) -> None:
         socket, member.load_socket = member.load_socket, None

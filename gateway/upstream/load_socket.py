@@ -37,6 +37,9 @@ is there, how much fits) was made for that pace."""
 FRESH_S: Final = 3.0
 """An engine says something every second. With the next poll the sample is still younger than what is forgotten."""
 
+UNHEARD_S: Final = 2 * FRESH_S
+"""Silence that is worth telling an operator; before that it may be a long step of the engine, or its start."""
+
 REOPEN_S: Final = 10.0
 RESTART_S: Final = 10.0
 
@@ -142,6 +145,7 @@ class LoadSocket:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._context = context
         self._clock = clock
+        self._since = clock()
         self._on_load = on_load
         self._on_restart = on_restart
         self._reopen_s = reopen_s
@@ -153,6 +157,15 @@ class LoadSocket:
         if rank is None:
             return all(heard.fresh(now) for heard in self.ranks.values())
         return rank in self.ranks and self.ranks[rank].fresh(now)
+
+    def unheard(self) -> tuple[LoadEndpoint, ...]:
+        """Where nothing that can be read has come from for `UNHEARD_S`."""
+        now = self._clock()
+        return tuple(
+            heard.endpoint
+            for heard in self.ranks.values()
+            if now - (self._since if heard.heard_at is None else heard.heard_at) > UNHEARD_S
+        )
 
     def drain(self) -> None:
         """Take what has come since the last time; the first time opens the sockets. Never waits.

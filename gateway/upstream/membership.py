@@ -334,7 +334,7 @@ class Membership:
             for seat in member.seats.values():
                 await self.feeds.forget_learned(seat)
             member.restarted(facts.start_time_unix)
-        facts = member.with_reports(facts)
+        facts = self._listening.judged(member, member.with_reports(facts), on=self.settings.load_sockets)
         hasher = await self._on_joining(member.spec, facts)  # a tokenizer may have come within reach
         if hasher is not member.hasher or before is None or cut(facts) != cut(before):
             member.hasher = hasher

@@ -212,6 +212,48 @@ async def test_a_replay_port_where_nobody_answers(tools: Tools) -> None:
     assert codes(result) == ["replay_unreachable"]
 
 
+PUBLISHING: dict[str, Any] = {"dialect": Dialect.SGLANG, "decode_log_interval": 5, "load_publish_endpoint": "auto"}
+
+
+async def test_load_that_is_heard_where_it_is_said_to_be(tools: Tools) -> None:
+    async with lying(data_parallel_size=2, **PUBLISHING) as worker:
+        result = await checked(tools, spec(worker))
+        assert result.facts is not None
+        assert (len(result.facts.loads), codes(result)) == (2, [])
+
+
+def load_port(port: int, **more: Any) -> Change:
+    return lambda said: said | {"kv_events": said["kv_events"] | {"load_endpoint_port_base": port} | more}
+
+
+async def test_a_load_port_where_nobody_listens(tools: Tools) -> None:
+    async with lying({"/server_info": load_port(closed_port())}, **PUBLISHING) as worker:
+        result = await checked(tools, spec(worker), reach_s=0.5)
+    assert codes(result) == ["load_unheard"]
+    assert "nobody listens there" in result.findings[0].message
+    assert "--load-publish-endpoint" in result.findings[0].fix
+
+
+async def test_a_load_port_that_says_nothing_under_the_topic(tools: Tools) -> None:
+    async with lying(**PUBLISHING) as worker:
+        assert worker.engine.load_endpoint is not None
+        port = int(worker.engine.load_endpoint.rpartition(":")[2])
+        worker.changes["/server_info"] = load_port(port, load_topic="elsewhere")
+        result = await checked(tools, spec(worker), listen_s=1.5)
+    assert codes(result) == ["load_unheard"]
+    assert "says nothing" in result.findings[0].message
+
+
+async def test_a_load_port_of_another_rank(tools: Tools) -> None:
+    async with lying(data_parallel_size=2, **PUBLISHING) as worker:
+        assert worker.engine.load_endpoint is not None
+        port = int(worker.engine.load_endpoint.rpartition(":")[2])
+        worker.changes["/server_info"] = load_port(port - 1)
+        result = await checked(tools, spec(worker), reach_s=2.0, listen_s=2.0)
+    assert set(codes(result)) == {"load_unheard"}
+    assert "does not answer as the engine's socket would" in " ".join(found.message for found in result.findings)
+
+
 @pytest.mark.parametrize("replay", [Replay.OLD, Replay.NEW])
 async def test_replay_of_both_layouts_is_fine(replay: Replay, tools: Tools) -> None:
     async with lying(replay=replay) as worker:

@@ -145,6 +145,24 @@ async def test_polls_take_over_when_the_socket_is_gone_and_leave_again() -> None
         await until(lambda: said(r, R0)[0] is said(r, R1)[0] is LoadSource.SOCKET)
 
 
+async def test_a_silent_socket_is_a_finding_until_it_is_heard() -> None:
+    settings = {"health": {"probe_s": 0.5}}
+    async with rig(1, engine=publishing(data_parallel_size=1), settings=settings) as r:
+        await until(lambda: said(r, W1)[0] is LoadSource.SOCKET)
+
+        def found() -> list[str]:
+            return [finding.message for finding in worker(r, W1).findings if finding.code == "load_unheard"]
+
+        engine = r.engines[0]
+        assert not found()
+        engine.fault(Fault(FaultKind.OFFLINE))
+        await until(lambda: bool(found()))
+        assert str(engine.load_endpoint) in found()[0]
+        assert found()[0] in [finding["message"] for finding in (await r.admin("/admin/workers/w1"))["findings"]]
+        await done(lambda: engine.fault(Fault(FaultKind.ONLINE)))
+        await until(lambda: not found())
+
+
 async def test_a_socket_that_says_something_else_costs_nothing() -> None:
     async with rig(1, engine=publishing(data_parallel_size=1)) as r:
         await until(lambda: said(r, W1)[0] is LoadSource.SOCKET)

@@ -11,6 +11,7 @@ from gateway import findings
 from gateway.doctor.checks import (
     FeedSeen,
     Heard,
+    LoadSeen,
     Reach,
     Seen,
     Tried,
@@ -19,6 +20,7 @@ from gateway.doctor.checks import (
     check_events,
     check_hashes,
     check_hits,
+    check_load_addresses,
     check_replay,
     check_salts,
     check_sockets,
@@ -26,7 +28,7 @@ from gateway.doctor.checks import (
     outside,
 )
 from gateway.doctor.fleet import Checked, worst
-from gateway.records import EngineKind, EventSource, Finding, Severity, WorkerFacts, WorkerId, WorkerSpec
+from gateway.records import EngineKind, EventSource, Finding, LoadEndpoint, Severity, WorkerFacts, WorkerId, WorkerSpec
 
 SOURCE = EventSource(0, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657")
 FACTS = WorkerFacts(EngineKind.VLLM, "0.33.0", ("llama",), block_size=16, events=(SOURCE,))
@@ -168,3 +170,16 @@ def test_the_worst_comes_first_and_each_code_once() -> None:
     ]
     assert worst(checked.findings) is Severity.ERROR
     assert worst([]) is None
+
+
+def test_load_sockets_that_are_not_heard_or_that_several_name() -> None:
+    own, others = LoadEndpoint(0, "tcp://h:6000", "load"), LoadEndpoint(1, "tcp://h:6001", "load")
+    quiet = seen(loads=(LoadSeen(own, Reach.OPEN), LoadSeen(others, Reach.SILENT)))
+    assert codes(judge(quiet)) == ["load_unheard"]
+    assert "tcp://h:6001" in judge(quiet)[0].message
+    heard = seen(loads=(LoadSeen(own, Reach.OPEN),))
+    assert judge(heard) == []
+    assert list(check_load_addresses([heard, seen()])) == []
+    shared = list(check_load_addresses([heard, quiet, seen()]))
+    assert [finding.code for _, finding in shared] == ["load_unheard"] * 2
+    assert all("tcp://h:6000" in finding.message and "6001" not in finding.message for _, finding in shared)

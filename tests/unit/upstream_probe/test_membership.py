@@ -682,8 +682,14 @@ async def test_one_load_socket_that_two_servers_name_is_nobodys(stand: Stand) ->
     await membership.add(spec(W2, "h"))
     assert listened_to() == {W1, W3}
     await probed(W1, lambda: listened_to() == {W3})
+
+    def found(name: WorkerId) -> bool:
+        return any(finding.code == "load_unheard" for finding in stand.fleet.workers[name].findings)
+
+    for name in (W1, W2):
+        await probed(name, lambda name=name: found(name))  # type: ignore[misc]
     await membership.leave(W1)
-    await probed(W2, lambda: listened_to() == {W2, W3})
+    await probed(W2, lambda: listened_to() == {W2, W3} and not found(W2))
     heard = membership.members[W2].load_socket
     assert heard is not None
     assert [load.endpoint for load in heard.endpoints] == ["tcp://h:6000"]
