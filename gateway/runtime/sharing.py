@@ -86,6 +86,7 @@ class Sharing:
             bytes={"sent": counts["sent_bytes"], "heard": counts["heard_bytes"]},
             ignored=self.peers.ignored + Counter({why: counts[why] for why in ("version", "size", "malformed")}),
             untold=self.journal.untold,
+            copies=dict(self.warmth.results),
             peers=tuple(
                 PeerReading(
                     f"{number:016x}",

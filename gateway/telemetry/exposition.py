@@ -172,6 +172,7 @@ def _write_replicas(page: _Page, reading: ReplicaReading | None) -> Iterator[str
     yield from page.family(m.REPLICA_BYTES, [((way,), n) for r in shared for way, n in r.bytes.items()])
     yield from page.family(m.REPLICA_IGNORED, [((reason,), n) for r in shared for reason, n in r.ignored.items()])
     yield from page.family(m.REPLICA_UNTOLD, [((), r.untold) for r in shared])
+    yield from page.family(m.INDEX_COPIES, [((result,), n) for r in shared for result, n in r.copies.items()])
 
 
 def _write_feeds(page: _Page, feeds: Sequence[FeedReading]) -> Iterator[str]:

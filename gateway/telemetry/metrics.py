@@ -292,6 +292,14 @@ REPLICA_IGNORED = _spec(
 REPLICA_UNTOLD = _spec(
     "replica_untold_total", Kind.COUNTER, (), "Placements not told to others because too many were open."
 )
+INDEX_COPIES = _spec(
+    "index_copies_total",
+    Kind.COUNTER,
+    ("result",),
+    "Copies of workers' parts of the index in the store, a rank's each. When its feed began: restored, or not, for "
+    "there was none, or it was of an other_start of the engine or in an other_size of blocks. Later: written, or "
+    "too_large for that. store: it did not answer.",
+)
 KV_EVENTS = _spec("kv_events_total", Kind.COUNTER, ("worker", "type"), "KV events received, by type.")
 KV_EVENT_GAPS = _spec("kv_event_gaps_total", Kind.COUNTER, ("worker",), "Gaps in the sequence of event messages.")
 KV_EVENT_REPLAYS = _spec(
@@ -444,6 +452,7 @@ METRICS: tuple[MetricSpec, ...] = (
     REPLICA_BYTES,
     REPLICA_IGNORED,
     REPLICA_UNTOLD,
+    INDEX_COPIES,
     KV_EVENTS,
     KV_EVENT_GAPS,
     KV_EVENT_REPLAYS,

@@ -70,6 +70,9 @@ async def test_a_killed_and_cold_started_replica_is_warm_before_it_is_ready(redi
         one = rig.gateways[0]
         second = await rig.add()
         assert _results(second)["restored"] == 2
+        page = (await rig.clients[0].get(rig.ports[1].admin_url + "/metrics")).text
+        assert 'kvgate_index_copies_total{result="restored"} 2' in page
+        assert 'kvgate_index_copies_total{result="none"}' not in page
         assert _blocks(second) == _blocks(one) > 200
         assert all(worker.trust == 1.0 for worker in second.fleet.workers.values())
         feeds = [feed for member in second.membership.members.values() for feed in member.feeds]

@@ -98,6 +98,7 @@ class Numbers:
             {"sent": 400, "heard": 900},
             {"version": 2},
             1,
+            {"restored": 3, "none": 1},
             (PeerReading("02", 0.5, 60.0, 3, 1, 0),),
         )
 
