@@ -187,8 +187,8 @@ class PeerReading:
 class ReplicaReading:
     """What is shared with other replicas. `lag_s` is how long this one's last state took through the store and back,
     None while the store is down, and then `error` says why. `messages` and `bytes` are by direction (`sent`, `heard`),
-    `ignored` what was of no use, by reason; `untold` counts placements that were not told because too many were open, `copies` those of the index by
-    what became of them.
+    `ignored` what was of no use, by reason; `untold` counts placements that were not told because too many were open,
+    `copies` those of the index by what became of them.
     """
 
     number: str
