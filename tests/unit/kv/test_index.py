@@ -309,7 +309,7 @@ def test_a_great_many_orphans_are_placed_in_steps(index: KvIndex, *, one_chain: 
         assert len(placed) < 10
         placed.append(apply(index, A))
     assert placed[0].unfinished
-    assert placed[0].stored[Tier.GPU] == 2001
+    assert placed[0].stored[Tier.GPU] == 1001
     assert (index.stats().orphans, index.resident(A, Tier.GPU)) == (0, 7001 if one_chain else 6999)
     expected = request(tokens(1) + ids) if one_chain else request(tokens(1) + ids[5 * SIZE : 6 * SIZE])
     assert held(index, expected, A) == (7000 if one_chain else 2)
