@@ -1,15 +1,13 @@
 """What workers are taken to hold because requests were sent there: for workers without events, and for text keys.
 
 A learned block sets the worker's bit in the GPU masks, as an announced one does, so one look-up reads both and one
-decision compares workers of both kinds. Order, size and life time of what was learned are kept here.
+decision compares workers of both kinds. Size and life time of what was learned are kept here, its order in `recency`.
 
 Rules:
 1. A request's blocks are learned for its worker when its prefill is over, not when it is sent.
 2. Token keys are learned while the worker has announced nothing; its first event ends that and drops them
    (`KvIndex.apply`). Text keys, which no event can carry, are learned for every worker.
-3. A request touches its blocks from the last to the first. So a worker's oldest block is always the end of a chain, and
-   what is known of a chain is always its beginning.
-4. Blocks go, oldest first: where they exceed the worker's cache (in tokens), or all workers' blocks the limit; when
+3. Blocks go, oldest first: where they exceed the worker's cache (in tokens), or all workers' blocks the limit; when
    nobody asked for them for `ttl_s`; when they are as old as a block that the worker has evicted, since engines evict
    what was used least recently.
 
@@ -20,30 +18,22 @@ it has computed its own blocks anew, so those stay; others that were used as lon
 from __future__ import annotations
 
 import math
-import sys
-from bisect import bisect_left, bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
-from operator import or_
 from typing import Final, NamedTuple
 
+from gateway.kv.recency import Recency, Uses
 from gateway.kv.speculation import Promises
 from gateway.records import BlockKey, PrefixBlocks, PrefixMode
 
-_ZEROS: Final = repeat(0)
+_KEY_BYTES: Final = 32
 
-_KEY_BYTES: Final = 32  # the key; its time of use is one object for all blocks of a request
-
-LEARNED_BYTES: Final = 250
-"""What a learned block takes: its places in the order of use and in the masks, and the key."""
+LEARNED_BYTES: Final = 160
+"""What a learned block takes at most, and a piece as much again: places in the order of use and in the masks, the key.
+Measured: 310 for a block that is a piece of its own, 105 for one of a long conversation."""
 
 _SLICE: Final = 1024
 """Blocks dropped in one go, 1 ms: more wait for the next request or tick."""
-
-_MAX_USES: Final = 16
-"""Runs of equal age told apart in one chain: a conversation has a handful, one for each prefix it shares."""
 
 _TEXT_SHARE: Final = 0.5
 _TOKEN_SHARE: Final = 0.9
@@ -55,8 +45,8 @@ off by a fifth where prose and code mix."""
 class ApproximateSettings:
     """`ttl_s` is twice the time over which the value of an idle block falls to 1/e (300 s, measured on traces of
     conversations and agents): what is older is rarely asked for and likely evicted. `default_tokens` is the cache of
-    a worker that does not report it: an 8B model on a card of 40 GB. `limit` bounds the blocks of all workers,
-    `LEARNED_BYTES` each."""
+    a worker that does not report it: an 8B model on a card of 40 GB. `limit` bounds the blocks of all workers and the
+    pieces they lie in (`recency`), together, `LEARNED_BYTES` each."""
 
     ttl_s: float = 600.0
     default_tokens: int = 262_144
@@ -76,7 +66,7 @@ class Remembered(NamedTuple):
     """What was known of a request's only chain when it was learned: runs of blocks with their last use before this one,
     as (blocks from the start, seconds), and how many tokens one block stands for."""
 
-    uses: tuple[tuple[int, float], ...]
+    uses: Uses
     block_tokens: float
     text: bool
 
@@ -85,48 +75,47 @@ class Learned:
     """One worker's learned blocks with their last use, oldest first: token keys and text keys apart, since a block of
     each stands for another number of tokens."""
 
-    __slots__ = ("bit", "capacity", "horizon", "instead", "text", "text_size", "token_size", "tokens")
+    __slots__ = ("bit", "capacity", "horizon", "instead", "text", "tokens")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.capacity = 0
         self.horizon = -math.inf
         """Blocks not used since then are gone."""
-        self.tokens: OrderedDict[BlockKey, float] = OrderedDict()
-        self.text: OrderedDict[BlockKey, float] = OrderedDict()
-        self.token_size = self.text_size = 1
+        self.tokens = Recency()
+        self.text = Recency()
         self.instead = False
         """Some of the text stands for tokens that an engine tells: events will say better."""
 
     @property
     def blocks(self) -> int:
         """Blocks of both kinds."""
-        return len(self.tokens) + len(self.text)
+        return self.tokens.blocks + self.text.blocks
 
     @property
     def held_tokens(self) -> int:
         """What they stand for."""
-        return len(self.tokens) * self.token_size + len(self.text) * self.text_size
+        tokens, text = self.tokens, self.text
+        return tokens.blocks * tokens.size + text.blocks * text.size
 
-    def oldest(self) -> tuple[OrderedDict[BlockKey, float], float] | None:
-        """Where the block used least recently lies, and when it was used."""
-        found: tuple[OrderedDict[BlockKey, float], float] | None = None
-        for order in (self.tokens, self.text):
-            if order:
-                at = order[next(iter(order))]
-                if found is None or at < found[1]:
-                    found = order, at
-        return found
+    def oldest(self) -> Recency | None:
+        """Where the block used least recently lies."""
+        tokens_at, text_at = self.tokens.oldest_at, self.text.oldest_at
+        if text_at is not None and (tokens_at is None or text_at < tokens_at):
+            return self.text
+        return None if tokens_at is None else self.tokens
 
 
 class ApproximateBlocks:
     """The learned blocks of all workers; changes the GPU `masks`."""
 
-    __slots__ = ("_masks", "_workers", "dropped", "held", "settings")
+    __slots__ = ("_masks", "_weight", "_workers", "dropped", "held", "settings")
 
     def __init__(self, masks: dict[BlockKey, int], settings: ApproximateSettings) -> None:
         self.settings = settings
         self.held = 0
+        self._weight = 0
+        """Blocks and pieces."""
         self.dropped = {"size": 0, "age": 0, "evicted": 0}
         self._masks = masks
         self._workers: dict[int, Learned] = {}
@@ -144,32 +133,23 @@ class ApproximateBlocks:
         """The worker has computed these blocks. `capacity` is its cache in tokens, 0 when unknown; what of the blocks
         was only promised is no promise any more."""
         text = blocks.mode is PrefixMode.APPROXIMATE
-        if text:
-            order, learned.text_size = learned.text, blocks.block_size
-        else:
-            order, learned.token_size = learned.tokens, blocks.block_size
+        order = learned.text if text else learned.tokens
+        order.size = blocks.block_size
         learned.capacity = capacity or self.settings.default_tokens
-        uses: tuple[tuple[int, float], ...] = ()
-        entered = 0
+        uses: Uses = ()
+        entered, before = 0, order.weight
         for keys, _ in blocks.chains:
-            known = bisect_left(keys, True, key=lambda key: key not in order)
-            head = keys[:known]
-            if len(blocks.chains) == 1:
-                uses = _uses(order, head)
+            known, uses = order.touch(keys, now)
             fresh = keys[known:]
             if fresh:
                 self._enter(learned.bit, fresh)
                 if promises.held:
                     promises.confirm(fresh)
-                # From the last to the first: rule 3.
-                order.update(zip(reversed(fresh), repeat(now), strict=False))
-            if head:
-                order.update(zip(head, repeat(now), strict=False))
-                deque(map(order.move_to_end, reversed(head)), maxlen=0)
-            entered += len(fresh)
+                entered += len(fresh)
         self.held += entered
+        self._weight += order.weight - before
         self._fit(learned, max(_SLICE, 2 * entered), now)
-        return Remembered(uses, float(blocks.block_size), text)
+        return Remembered(uses if len(blocks.chains) == 1 else (), float(blocks.block_size), text)
 
     def contradict(self, learned: Learned, known: Remembered, *, delivered: float, sent_at: float, now: float) -> bool:
         """The worker reported `delivered` cached tokens for a request sent at `sent_at`. True when that shows that it
@@ -189,18 +169,15 @@ class ApproximateBlocks:
 
     def forget(self, learned: Learned, *, text: bool = True, most: int | None = None) -> int:
         """Drop the worker's token keys, and its text keys with `text`; at most so many. Returns how many."""
+        left = learned.blocks if most is None else most
         dropped = 0
         for order in (learned.tokens, learned.text) if text else (learned.tokens,):
-            keys = list(islice(order, None if most is None else most - dropped))
-            self._clear(learned.bit, keys)
-            if len(keys) == len(order):
-                order.clear()
-            else:
-                deque(map(order.pop, keys), maxlen=0)
-            dropped += len(keys)
-        if text and not learned.text:
+            while order.blocks and left > 0:
+                count = self._drop(learned, order, left)
+                dropped += count
+                left -= count
+        if text and not learned.text.blocks:
             learned.instead = False
-        self.held -= dropped
         return dropped
 
     def release(self, bit: int) -> None:
@@ -216,7 +193,7 @@ class ApproximateBlocks:
 
     def stats(self) -> ApproximateStats:
         """Costs a walk over workers."""
-        size = sum(sys.getsizeof(learned.tokens) + sys.getsizeof(learned.text) for learned in self._workers.values())
+        size = sum([learned.tokens.bytes + learned.text.bytes for learned in self._workers.values()])
         return ApproximateStats(self.held, size + _KEY_BYTES * self.held, dict(self.dropped))
 
     # ------------------------------------------------------------------ inside
@@ -224,39 +201,51 @@ class ApproximateBlocks:
     def _fit(self, learned: Learned, most: int, now: float) -> None:
         """Rule 4, at most `most` blocks."""
         too_old = now - self.settings.ttl_s
-        for _ in range(most):
-            oldest = learned.oldest()
-            if oldest is None:
+        left = most
+        while left > 0:
+            order = learned.oldest()
+            at = None if order is None else order.oldest_at
+            if order is None or at is None:
                 break
-            order, at = oldest
+            count = left
             if at <= learned.horizon:
-                self._drop(learned, order, "evicted")
+                reason = "evicted"
             elif at <= too_old:
-                self._drop(learned, order, "age")
-            elif learned.held_tokens > learned.capacity:
-                self._drop(learned, order, "size")
+                reason = "age"
             else:
-                break
-        if self.held > self.settings.limit:
+                over = learned.held_tokens - learned.capacity
+                if over <= 0:
+                    break
+                reason, count = "size", min(left, -(-over // order.size))
+            count = self._drop(learned, order, count)
+            self.dropped[reason] += count
+            left -= count
+        if self._weight > self.settings.limit:
             # The fullest gives way, so that each worker keeps a fair share.
             fullest = max(self._workers.values(), key=lambda other: other.blocks)
-            for _ in range(min(most, self.held - self.settings.limit)):
-                oldest = fullest.oldest()
-                if oldest is None:
+            while most > 0 and self._weight > self.settings.limit:
+                order = fullest.oldest()
+                if order is None:
                     break
-                self._drop(fullest, oldest[0], "size")
+                count = self._drop(fullest, order, min(most, self._weight - self.settings.limit))
+                self.dropped["size"] += count
+                most -= count
 
-    def _drop(self, learned: Learned, order: OrderedDict[BlockKey, float], reason: str) -> None:
-        key, _ = order.popitem(last=False)
-        self._clear(learned.bit, (key,))
-        self.held -= 1
-        self.dropped[reason] += 1
+    def _drop(self, learned: Learned, order: Recency, most: int) -> int:
+        """Drop at most so many blocks, those used least recently; returns how many. There are some."""
+        before = order.weight
+        gone = order.drop(most)
+        self._clear(learned.bit, gone)
+        self.held -= len(gone)
+        self._weight -= before - order.weight
+        return len(gone)
 
     def _enter(self, bit: int, keys: Sequence[BlockKey]) -> None:
         masks = self._masks
-        masks.update(zip(keys, map(or_, map(masks.get, keys, _ZEROS), repeat(bit)), strict=False))
+        for key in keys:
+            masks[key] = masks.get(key, 0) | bit
 
-    def _clear(self, bit: int, keys: Iterable[BlockKey]) -> None:
+    def _clear(self, bit: int, keys: Sequence[BlockKey]) -> None:
         masks = self._masks
         for key in keys:
             mask = masks[key]
@@ -264,14 +253,3 @@ class ApproximateBlocks:
                 del masks[key]
             else:
                 masks[key] = mask ^ bit
-
-
-def _uses(order: OrderedDict[BlockKey, float], head: Sequence[BlockKey]) -> tuple[tuple[int, float], ...]:
-    """Runs of equal last use. A block was used no later than the one before it in its chain (rule 3)."""
-    runs: list[tuple[int, float]] = []
-    end = 0
-    while end < len(head) and len(runs) < _MAX_USES:
-        at = order[head[end]]
-        end = bisect_right(head, -at, lo=end, key=lambda key: -order[key])
-        runs.append((end, at))
-    return tuple(runs)

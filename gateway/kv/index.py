@@ -188,7 +188,7 @@ class KvIndex:
         text = learned.instead
         self._hide(worker)
         try:
-            while not worker.heard and (learned.tokens or (text and learned.text)):
+            while not worker.heard and (learned.tokens.blocks or (text and learned.text.blocks)):
                 yield approximate.forget(learned, text=text, most=most)
         finally:
             if self._workers.get(slot) is worker and not worker.heard:

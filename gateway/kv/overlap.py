@@ -17,11 +17,11 @@ from itertools import repeat
 from operator import or_
 from typing import Final
 
-from gateway.kv.runs import Masks, Run, fast_runs, run_of, slow_end, with_promises
+from gateway.kv.runs import Masks, Run, falling_runs, fast_runs, run_of, slow_end, with_promises
 from gateway.kv.speculation import Heads
 from gateway.kv.tables import TIERS
 from gateway.kv.windows import Windows, resumes_at
-from gateway.records import BlockKey, PrefixBlocks, Slot, Tier
+from gateway.records import BlockKey, PrefixBlocks, PrefixMode, Slot, Tier
 
 _ZEROS: Final = repeat(0)
 
@@ -55,8 +55,9 @@ class Overlaps:
         self._tokens: dict[Slot, int] = {}
         self._slow: dict[Slot, list[tuple[int, int]]] = {}
         slow_slots &= slots
+        runs_of = falling_runs if prefix.mode is PrefixMode.APPROXIMATE else fast_runs
         for keys, tokens in prefix.chains:
-            runs = fast_runs(keys, slots, masks[0])
+            runs = runs_of(keys, slots, masks[0])
             if heads:
                 runs = with_promises(keys, runs, slots, masks[0], heads)
             if slow_slots:

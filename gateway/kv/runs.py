@@ -1,6 +1,7 @@
 """Walks over the keys of one chain: how far each worker's run goes, over announced blocks, promised ones, slower tiers.
 
-Announced blocks are looked up one by one, in C; a promise goes on from where they end, as a whole (`speculation`).
+Announced blocks are looked up one by one, in C; learned blocks of text by bisection; a promise goes on from where they
+end, as a whole (`speculation`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,28 @@ def fast_runs(keys: Sequence[BlockKey], slots: int, gpu: Masks) -> list[Run]:
             at += len(list(stretch)) - 1  # `initial` stands for no block
     if at and before:
         runs.append((at, before))
+    return runs
+
+
+def falling_runs(keys: Sequence[BlockKey], slots: int, gpu: Masks) -> list[Run]:
+    """`fast_runs` over blocks of which nobody has one without the one before it, so that a few of them tell: learned
+    ones that no event can name."""
+    held_by = gpu.get
+    total = len(keys)
+    runs: list[Run] = []
+    alive = held_by(keys[0], 0) & slots if total else 0
+    at = 0
+    while alive:
+        at, end = at + 1, total
+        while at < end:
+            middle = (at + end) >> 1
+            if held_by(keys[middle], 0) & alive == alive:
+                at = middle + 1
+            else:
+                end = middle
+        rest = held_by(keys[at], 0) & alive if at < total else 0
+        runs.append((at, alive ^ rest))
+        alive = rest
     return runs
 
 
