@@ -109,12 +109,12 @@ class Learned:
 class ApproximateBlocks:
     """The learned blocks of all workers; changes the GPU `masks`."""
 
-    __slots__ = ("_masks", "_weight", "_workers", "dropped", "held", "settings")
+    __slots__ = ("_masks", "_workers", "dropped", "held", "settings", "weight")
 
     def __init__(self, masks: dict[BlockKey, int], settings: ApproximateSettings) -> None:
         self.settings = settings
         self.held = 0
-        self._weight = 0
+        self.weight = 0
         """Blocks and pieces."""
         self.dropped = {"size": 0, "age": 0, "evicted": 0}
         self._masks = masks
@@ -147,7 +147,7 @@ class ApproximateBlocks:
                     promises.confirm(fresh)
                 entered += len(fresh)
         self.held += entered
-        self._weight += order.weight - before
+        self.weight += order.weight - before
         self._fit(learned, max(_SLICE, 2 * entered), now)
         return Remembered(uses if len(blocks.chains) == 1 else (), float(blocks.block_size), text)
 
@@ -220,14 +220,14 @@ class ApproximateBlocks:
             count = self._drop(learned, order, count)
             self.dropped[reason] += count
             left -= count
-        if self._weight > self.settings.limit:
+        if self.weight > self.settings.limit:
             # The fullest gives way, so that each worker keeps a fair share.
             fullest = max(self._workers.values(), key=lambda other: other.blocks)
-            while most > 0 and self._weight > self.settings.limit:
+            while most > 0 and self.weight > self.settings.limit:
                 order = fullest.oldest()
                 if order is None:
                     break
-                count = self._drop(fullest, order, min(most, self._weight - self.settings.limit))
+                count = self._drop(fullest, order, min(most, self.weight - self.settings.limit))
                 self.dropped["size"] += count
                 most -= count
 
@@ -237,7 +237,7 @@ class ApproximateBlocks:
         gone = order.drop(most)
         self._clear(learned.bit, gone)
         self.held -= len(gone)
-        self._weight -= before - order.weight
+        self.weight -= before - order.weight
         return len(gone)
 
     def _enter(self, bit: int, keys: Sequence[BlockKey]) -> None:

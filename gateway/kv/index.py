@@ -226,7 +226,7 @@ class KvIndex:
     def _weigh(self, worker: WorkerTable) -> None:
         """The worker's tables have changed: see that all together keep within the cap."""
         if self._truncation is not None:
-            learned = self._approximate.held if self._approximate is not None else 0
+            learned = self._approximate.weight if self._approximate is not None else 0
             self._truncation.weigh(worker, self._workers.values(), learned)
 
     def purge(self, slot: Slot, rank: int | None = None) -> int:
