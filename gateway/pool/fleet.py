@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -364,15 +365,21 @@ class Fleet:
 
     def _refit_pools(self) -> None:
         bases = _bases(self._workers.values())
-        members: dict[tuple[str, str, str | None], list[Worker]] = {}
-        sizes: dict[str, int] = {}
+        alike: dict[tuple[object, ...], list[Worker]] = {}  # mostly a whole fleet serves the same
         for worker in self._workers.values():
             worker.rates = self._rates_of(bases.get(_base_model(worker.spec, worker.facts), ""))
-            for served in _served(worker, bases):
-                members.setdefault(served, []).append(worker)
-                sizes[served[1]] = math.gcd(sizes.get(served[1], 0), worker.block_size)
+            serves = _names(worker.spec, worker.facts), *worker.facts.adapters.items()
+            alike.setdefault(serves, []).append(worker)
+        members: dict[tuple[str, str, str | None], list[list[Worker]]] = {}
+        sizes: dict[str, int] = {}
+        for some in alike.values():
+            size = math.gcd(*(worker.block_size for worker in some))
+            for served in _served(some[0], bases):
+                members.setdefault(served, []).append(some)
+                sizes[served[1]] = math.gcd(sizes.get(served[1], 0), size)
+        places = {worker.id: place for place, worker in enumerate(self._workers.values())}
         kept = set()
-        for (name, base, adapter), workers in members.items():
+        for (name, base, adapter), groups in members.items():
             if name in kept:
                 continue  # two bases claim one adapter name: the first worker's wins, the others do not serve it
             kept.add(name)
@@ -385,6 +392,7 @@ class Fleet:
             sizes_given = self.settings.block_sizes
             configured = [sizes_given[n] for n in names if n in sizes_given]
             size = configured[0] if configured else sizes[base]
+            workers = groups[0] if len(groups) == 1 else sorted(chain(*groups), key=lambda worker: places[worker.id])
             pool.crew, pool.block_size = self._crew(tuple(workers)), size
         for name in [name for name in self._pools if name not in kept]:
             del self._pools[name]

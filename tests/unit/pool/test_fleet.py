@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -259,3 +260,21 @@ def test_a_worker_that_is_overtaken_and_answers_nobody_is_ejected() -> None:
             fleet.overtaken(worker, one, at + 0.5)
             fleet.release(worker, one, at + 0.5)
     assert (worker.state, worker.reason) == (WorkerState.EJECTED, "silent")
+
+
+def test_pools_of_a_mixed_fleet_are_those_of_their_workers_in_the_fleets_order() -> None:
+    """As if each pool had been put together worker by worker."""
+    rng, fleet = Random(3), Fleet()
+    serves: dict[WorkerId, tuple[str, ...]] = {}
+    for number in range(60):
+        names = tuple(rng.sample(("x", "y", "z"), rng.randrange(4)))
+        worker = fleet.add(spec(f"w{number}"), replace(facts("m"), adapters=dict.fromkeys(names, "m")), 0.0)
+        serves[worker.id] = ("m", *names)
+        if rng.random() < 0.2:
+            gone = rng.choice(list(serves))
+            fleet.remove(gone, 0.0)
+            del serves[gone]
+        assert {name: [worker.id for worker in pool.workers] for name, pool in fleet.pools.items()} == {
+            served: [name for name, its in serves.items() if served in its]
+            for served in dict.fromkeys(served for its in serves.values() for served in its)
+        }
