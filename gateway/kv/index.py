@@ -439,9 +439,9 @@ class KvIndex:
 
     def expire(self, now: float) -> None:
         """About twice a second: blocks that nobody removes and learned ones end with their life time."""
-        self._placement.expire(self._workers.values(), now, _EXPIRED_AT_ONCE)
-        approximate = self._approximate
-        if approximate is None:
+        for worker in self._placement.expire(self._workers.values(), now, _EXPIRED_AT_ONCE):
+            self._weigh(worker)
+        if (approximate := self._approximate) is None:
             return
         approximate.expire(now)
         for worker in self._workers.values():

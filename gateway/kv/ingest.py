@@ -84,13 +84,18 @@ class Placement:
         self._unplace(worker, table, tier, engine_hash, key)
         return 1 + len(heads)
 
-    def expire(self, workers: Iterable[WorkerTable], now: float, most: int) -> None:
-        """Time has passed: at most so many blocks whose life is over go."""
+    def expire(self, workers: Iterable[WorkerTable], now: float, most: int) -> list[WorkerTable]:
+        """Time has passed: at most so many blocks whose life is over go. Returns the workers that have lost some."""
         self.now = now
+        lost = []
         for worker in workers:
+            before = most
             for table in worker.ranks.values():
                 for tier in range(len(TIERS)):
                     most -= self._end(worker, table, tier, most)
+            if most < before:
+                lost.append(worker)
+        return lost
 
     def _end(self, worker: WorkerTable, table: RankTable, tier: int, most: int) -> int:
         """At most so many blocks whose life is over go. Returns how many."""

@@ -6,6 +6,7 @@ import random
 import tracemalloc
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.keys import chain, namespace
 from gateway.kv.approximate import ApproximateSettings
@@ -293,3 +294,18 @@ def test_removals_of_orphans_that_had_to_go_are_no_unknown_ones(prompts: Prompts
     event, _ = prompts.make(25)
     index.apply(A, 0, [Stored(event.hashes, EngineHash(1 << 40), event.tokens, SIZE)])
     assert index.apply(A, 0, [Removed(event.hashes, Tier.GPU)]).ignored == {"let_go": 15}
+
+
+def test_what_has_ended_by_itself_takes_no_room_from_others(prompts: Prompts) -> None:
+    """The worker that held it need not say anything more."""
+    index = capped(10_000)
+    for _ in range(60):
+        event, _ = prompts.make(100)
+        index.apply(A, 0, [replace(event, tier=Tier.CPU, keyed=True, fleeting=True)])
+    assert index.resident(A, Tier.CPU) == 6000
+    for now in (1e6, 1e6 + 1, 1e6 + 2):
+        index.expire(now)
+    assert index.resident(A, Tier.CPU) == 0
+    for _ in range(60):
+        index.apply(B, 0, [prompts.make(100)[0]])
+    assert (index.resident(B, Tier.GPU), index.stats().truncated) == (6000, 0)
