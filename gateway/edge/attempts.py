@@ -69,7 +69,7 @@ class Attempts:
         self.lease: Lease | None = None
         self.stream: UpstreamStream | None = None
         self.retries = 0
-        """Attempts that failed and were followed by another, or overtaken by one."""
+        """Attempts that failed and were followed by another, or had one beside them that goes on."""
         self.spent = 0
         """Workers reserved beside the first."""
         self.hedged: Hedged | None = None

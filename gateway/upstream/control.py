@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import NamedTuple
@@ -33,6 +34,9 @@ gateway that finds itself there would send requests round in a circle."""
 
 MOST_GATEWAYS = 64
 """Names that are read from that header, and sent in it."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""A gateway's name; others are none: what a worker says there goes on to whoever asks this gateway."""
 
 
 class ProbeFailed(GatewayError):
@@ -199,7 +203,7 @@ class Turnstile:
 
 
 def _names(header: str) -> tuple[str, ...]:
-    return tuple(name for part in header.split(",")[:MOST_GATEWAYS] if (name := part.strip()))
+    return tuple(name for part in header.split(",")[:MOST_GATEWAYS] if _NAME.fullmatch(name := part.strip()))
 
 
 async def _connect(host: str, port: int) -> None:

@@ -65,7 +65,7 @@ async def heard(call: Call) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_second_worker_answers_first(stream: bool) -> None:
     good = streams(TOKEN, TOKEN, DONE) if stream else answers(OK)
-    async with relay(silent, good, hedges=HedgeRules(0.95, SILENT_S), timeouts=PATIENT) as r:
+    async with relay(silent, good, hedges=HedgeRules(0.95, SILENT_S + 0.05), timeouts=PATIENT) as r:
         taught(r)
         answer = await r.ask(post(ask(stream=stream)))
         assert (answer.status, answer.body) == (200, TOKEN + TOKEN + DONE if stream else OK)

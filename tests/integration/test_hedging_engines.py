@@ -56,7 +56,9 @@ def whole(answer: httpx.Response, *, stream: bool) -> bool:
     [(FaultKind.FREEZE, False), (FaultKind.FREEZE, True), (FaultKind.STALL, True)],  # a head without a byte behind it
 )
 async def test_a_frozen_engine_costs_no_client_its_answer(fault: FaultKind, stream: bool) -> None:
-    settings = SETTINGS | {"retries": ON | {"hedge_floor_s": SILENT_S}}  # so that each request it meets is a failure
+    settings = SETTINGS | {
+        "retries": ON | {"hedge_floor_s": SILENT_S + 0.05}
+    }  # so that each request it meets is a failure
     async with rig(3, engine=fast(), settings=settings) as r:
         await seen(r, stream=stream)
         frozen = r.engine("w1")
