@@ -25,7 +25,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,6 +50,9 @@ _STABLE_LEAST: Final = 8
 
 _SHARED: Final = 2.0
 """Prompts that must have parted at a cut for it to be worth naming: a chat that goes on is no reuse by others."""
+
+_KEPT: Final = 16
+"""Prompts looked at in one go, 50 us; one alone costs four times as much: the processor has forgotten the code."""
 
 _ROUNDS: Final = 8
 """Cuts looked at to find one that can go; then the next one goes."""
@@ -154,10 +157,12 @@ class HotPrefix:
 class PrefixInsight:
     """One for a process; the router's leases tell it every prompt that was answered."""
 
-    __slots__ = ("_applications", "_cuts", "_lengths", "_max_applications", "_max_cuts", "_max_models", "models")
+    __slots__ = (
+        "_applications", "_cuts", "_kept", "_lengths", "_max_applications", "_max_cuts", "_max_models", "_models",
+    )  # fmt: skip
 
     def __init__(self, *, max_cuts: int = 16_384, max_applications: int = 256, max_models: int = 256) -> None:
-        self.models: dict[str, ModelTotals] = {}
+        self._models: dict[str, ModelTotals] = {}
         self._max_models = max_models
         self._max_cuts = max_cuts
         self._max_applications = max_applications
@@ -166,17 +171,66 @@ class PrefixInsight:
         self._applications: OrderedDict[int, _Application] = OrderedDict()
         """By head and model, the longest unused first."""
         self._lengths: dict[int, tuple[int, ...]] = {}
+        self._kept: list[tuple[str, PrefixBlocks]] = []
+        """Prompts that are looked at when somebody asks, or when they are some."""
 
     def __len__(self) -> int:
+        self._look()
         return len(self._cuts)
+
+    @property
+    def models(self) -> Mapping[str, ModelTotals]:
+        """By served name."""
+        self._look()
+        return self._models
 
     def observe(self, model: str, blocks: PrefixBlocks) -> None:
         """A prompt for `model` was answered. Of several prompts in one request the first counts; one whose tokens are
         not known does not."""
         if not blocks.chains:
             return
-        totals = self.models.get(model) or self._add_model(model)
-        keys, size = blocks.chains[0].keys, blocks.block_size
+        kept = self._kept
+        kept.append((model, blocks))
+        if len(kept) >= _KEPT:
+            self._look()
+
+    def applications(self) -> list[ApplicationSeen]:
+        """All that are remembered, those with most prompt tokens first."""
+        self._look()
+        seen = [
+            ApplicationSeen(
+                model=one.model,
+                head=one.head,
+                requests=one.requests,
+                prompt_tokens=one.prompt_tokens,
+                shared_tokens=one.shared_tokens,
+                stable_tokens=None if (stable := self._stable(one)) is None else stable.tokens,
+                drifted=one.drifted,
+                drift_tokens=one.drift_tokens,
+                positions=tuple(one.positions),
+            )
+            for one in self._applications.values()
+        ]
+        return sorted(seen, key=lambda one: -one.prompt_tokens)
+
+    def hottest(self, most: int) -> list[HotPrefix]:
+        """Prefixes by reuse times tokens, the highest first. Costs a walk over all cuts, about a millisecond."""
+        self._look()
+        shared = [cut for cut in self._cuts.values() if cut.reuse >= _SHARED]
+        best = heapq.nlargest(most, shared, key=lambda cut: cut.now() * cut.tokens)
+        return [HotPrefix(cut.application.model, cut.application.head, cut.key, cut.tokens, cut.now()) for cut in best]
+
+    # ------------------------------------------------------------------ inside
+
+    def _look(self) -> None:
+        kept = self._kept
+        if kept:
+            self._kept = []
+            for model, blocks in kept:
+                self._look_at(model, blocks.chains[0].keys, blocks.block_size)
+
+    def _look_at(self, model: str, keys: Sequence[BlockKey], size: int) -> None:
+        totals = self._models.get(model) or self._add_model(model)
         lengths = self._lengths.get(size) or self._add_size(size)
         count = bisect_right(lengths, len(keys))
         totals.requests += 1
@@ -216,32 +270,6 @@ class PrefixInsight:
                 last.children += 1
             last = cuts[key ^ seed] = cut
         self._make_room()
-
-    def applications(self) -> list[ApplicationSeen]:
-        """All that are remembered, those with most prompt tokens first."""
-        seen = [
-            ApplicationSeen(
-                model=one.model,
-                head=one.head,
-                requests=one.requests,
-                prompt_tokens=one.prompt_tokens,
-                shared_tokens=one.shared_tokens,
-                stable_tokens=None if (stable := self._stable(one)) is None else stable.tokens,
-                drifted=one.drifted,
-                drift_tokens=one.drift_tokens,
-                positions=tuple(one.positions),
-            )
-            for one in self._applications.values()
-        ]
-        return sorted(seen, key=lambda one: -one.prompt_tokens)
-
-    def hottest(self, most: int) -> list[HotPrefix]:
-        """Prefixes by reuse times tokens, the highest first. Costs a walk over all cuts, about a millisecond."""
-        shared = [cut for cut in self._cuts.values() if cut.reuse >= _SHARED]
-        best = heapq.nlargest(most, shared, key=lambda cut: cut.now() * cut.tokens)
-        return [HotPrefix(cut.application.model, cut.application.head, cut.key, cut.tokens, cut.now()) for cut in best]
-
-    # ------------------------------------------------------------------ inside
 
     def _share(self, totals: ModelTotals, application: _Application, last: _Cut, total: int, *, ends: bool) -> None:
         """A prompt of `total` tokens has the part up to `last` in common with earlier ones; `ends`: there it ends."""
@@ -307,9 +335,9 @@ class PrefixInsight:
             applications.popitem(last=False)
 
     def _add_model(self, model: str) -> ModelTotals:
-        if len(self.models) >= self._max_models:
-            del self.models[next(iter(self.models))]
-        totals = self.models[model] = ModelTotals(namespace(model))  # mixed into keys, which do not know the model
+        if len(self._models) >= self._max_models:
+            del self._models[next(iter(self._models))]
+        totals = self._models[model] = ModelTotals(namespace(model))  # mixed into keys, which do not know the model
         return totals
 
     def _add_size(self, size: int) -> tuple[int, ...]:

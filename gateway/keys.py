@@ -70,6 +70,17 @@ def chain(seed: BlockKey, tokens: Sequence[int], block_size: int) -> list[BlockK
     return keys
 
 
+def chain_of_bytes(seed: BlockKey, raw: bytes, size: int) -> list[BlockKey]:
+    """`chain` over tokens that are given as u32 little-endian, in blocks of `size` bytes: for what is no token ids."""
+    keys: list[BlockKey] = []
+    append = keys.append
+    parent: int = seed
+    for start in range(0, len(raw) // size * size, size):
+        parent = xxh3_64_intdigest(parent.to_bytes(8, "little") + raw[start : start + size])
+        append(parent)  # type: ignore[arg-type]  # as in `chain`
+    return keys
+
+
 def with_extra(key: BlockKey, extra: bytes) -> BlockKey:
     """Key of a block whose content also depends on `extra` (canonical bytes of multimodal identities)."""
     return BlockKey(xxh3_64_intdigest(key.to_bytes(8, "little") + b"\xfe" + extra))

@@ -122,9 +122,11 @@ class Ledger:
         if self.watcher is not None:
             self.watcher.prefilled(booking)
         if booking.speculation is not None:
-            booking.remembered = self._index.remember(worker.slot, blocks, worker.kv_capacity, now)
-            if booking.remembered is not None:
-                self._retract(booking)
+            promised = (booking.speculation,) if booking.beside is None else (booking.speculation, booking.beside)
+            known = self._index.remember(worker.slot, blocks, worker.kv_capacity, now, promised=promised)
+            if known is not None:
+                booking.remembered = known
+                booking.speculation = booking.beside = None
                 return credited
             self._fading.append((now + self.ttl_s, booking.speculation))
             if booking.beside is not None:

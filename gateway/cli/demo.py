@@ -65,8 +65,8 @@ class _Running:
     admin_url: str | None
 
     def counters(self) -> GatewayCounters:
-        metrics = self.gateway.metrics
-        return GatewayCounters(sum(metrics.predictions.values()), sum(metrics.misses.values()))
+        counts = self.gateway.metrics.counts
+        return GatewayCounters(sum(counts.predictions.values()), sum(counts.misses.values()))
 
 
 @asynccontextmanager

@@ -49,7 +49,6 @@ DEFAULT_OFFLOAD_TTL_S: Final = 3600.0
 """Shared stores are large, and what is used is announced again; an hour is a guess on the short side."""
 
 _EXPIRED_AT_ONCE: Final = 5_000  # some 5 ms; the rest waits for the next turn
-
 _NO_SPANS: Final[Mapping[Slot, int]] = MappingProxyType({})
 
 
@@ -383,11 +382,11 @@ class KvIndex:
         """End a speculation; idempotent, also after its slot was released or bound anew."""
         self._speculative.retract(speculation)
 
-    # ------------------------------------------------------------------ learned from routing
-
-    def remember(self, slot: Slot, blocks: PrefixBlocks, capacity: int, now: float) -> Remembered | None:
-        """The worker has prefilled a request: learn its blocks, where its events do not tell (None where they do).
-        `capacity` is the worker's cache in tokens, 0 when unknown."""
+    def remember(
+        self, slot: Slot, blocks: PrefixBlocks, capacity: int, now: float, *, promised: Sequence[Speculation] = ()
+    ) -> Remembered | None:
+        """The worker, of `capacity` tokens (0: unknown), has prefilled a request: learn its blocks, and end
+        what was `promised` of them, where its events do not tell; None where they do."""
         worker = self._workers.get(slot)
         if worker is None or self._approximate is None or worker.hidden:
             return None
@@ -396,6 +395,8 @@ class KvIndex:
         if blocks.mode is not PrefixMode.APPROXIMATE and (worker.heard or worker.previews or any(worker.blocks)):
             return None
         learned = self._approximate.worker(worker.bit)
+        for speculation in promised:
+            self._speculative.retract(speculation)
         if blocks.text is not None:  # of token ids an engine told only the beginning is known
             blocks, learned.instead = blocks.text, True
         remembered = self._approximate.remember(learned, blocks, capacity, worker.promises, now)
@@ -441,11 +442,10 @@ class KvIndex:
         """About twice a second: blocks that nobody removes and learned ones end with their life time."""
         for worker in self._placement.expire(self._workers.values(), now, _EXPIRED_AT_ONCE):
             self._weigh(worker)
-        if (approximate := self._approximate) is None:
-            return
-        approximate.expire(now)
-        for worker in self._workers.values():
-            worker.learned_blocks = approximate.worker(worker.bit).held_tokens // worker.block_size
+        if self._approximate is not None:
+            self._approximate.expire(now)
+            for worker in self._workers.values():
+                worker.learned_blocks = self._approximate.worker(worker.bit).held_tokens // worker.block_size
 
     def learned(self, slot: Slot) -> int:
         """Blocks learned from routing, of token keys and of text keys."""

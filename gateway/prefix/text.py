@@ -15,7 +15,6 @@ How many tokens a block is, is an estimate from the worker's own usage reports (
 from __future__ import annotations
 
 import marshal
-from array import array
 from collections.abc import Mapping
 
 from xxhash import xxh3_64_hexdigest
@@ -36,7 +35,10 @@ _TOKENS = b"tokens"
 _MESSAGE = "\x1e"
 _CONTENT = "\x1f"
 _WORD = 4
-"""Bytes of a number in `keys.chain`, which is given the text in this form."""
+"""Bytes of a token id."""
+
+_PLAIN = keys.with_extra(keys.namespace(), _SEED)
+"""Seed of most texts: without adapter and salt."""
 
 
 def text_blocks(
@@ -52,21 +54,27 @@ def text_blocks(
 
     Token ids that must not meet those of events are a text as well: their blocks are of as many bytes.
     """
-    seed = keys.with_extra(keys.namespace(adapter, salt), _SEED)
+    seed = _PLAIN
+    if adapter is not None or salt is not None:
+        seed = keys.with_extra(keys.namespace(adapter, salt), _SEED)
     if extra_key is not None:
         seed = keys.with_extra(seed, extra_key.encode("utf-8", "surrogatepass"))
     if isinstance(prompt, TokenPrompt):
         return _of_tokens(prompt, keys.with_extra(seed, _TOKENS), reason)
-    written = [_chat(prompt)] if isinstance(prompt, ChatPrompt) else [(text, False) for text in prompt.texts]
-    texts = [text.encode("utf-8", "surrogatepass") for text, _ in written]
-    chains = tuple([Chain(_chain(seed, text), _tokens(text, bytes_a_token)) for text in texts])
+    size = max(1, round(BLOCK_BYTES / bytes_a_token))
+    if isinstance(prompt, ChatPrompt):
+        text, media = _chat(prompt)
+        chain, length = _chain(seed, text, bytes_a_token)
+        tokens = chain.tokens
+        return PrefixBlocks((chain,), tokens, size, PrefixMode.APPROXIMATE, reason, 0 if media else length)
+    found = [_chain(seed, text, bytes_a_token) for text in prompt.texts]
     return PrefixBlocks(
-        chains,
-        sum([chain.tokens for chain in chains]),
-        max(1, round(BLOCK_BYTES / bytes_a_token)),
+        tuple([chain for chain, _ in found]),
+        sum([chain.tokens for chain, _ in found]),
+        size,
         PrefixMode.APPROXIMATE,
         reason,
-        0 if any(media for _, media in written) else sum(map(len, texts)),
+        sum([length for _, length in found]),
     )
 
 
@@ -77,14 +85,11 @@ def _of_tokens(prompt: TokenPrompt, seed: BlockKey, reason: str) -> PrefixBlocks
     return PrefixBlocks(chains, sum([chain.tokens for chain in chains]), size, PrefixMode.APPROXIMATE, reason)
 
 
-def _chain(seed: BlockKey, text: bytes) -> list[BlockKey]:
-    words: array[int] = array("I")
-    words.frombytes(text[: len(text) // BLOCK_BYTES * BLOCK_BYTES])
-    return keys.chain(seed, words, BLOCK_BYTES // _WORD)
-
-
-def _tokens(text: bytes, bytes_a_token: float) -> int:
-    return max(1, round(len(text) / bytes_a_token))
+def _chain(seed: BlockKey, text: str, bytes_a_token: float) -> tuple[Chain, int]:
+    """The chain of a text, and its length in bytes."""
+    raw = text.encode("utf-8", "surrogatepass")
+    length = len(raw)
+    return Chain(keys.chain_of_bytes(seed, raw, BLOCK_BYTES), max(1, round(length / bytes_a_token))), length
 
 
 def _chat(prompt: ChatPrompt) -> tuple[str, bool]:

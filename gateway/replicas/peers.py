@@ -222,10 +222,8 @@ class Peers:
         peer.keys -= held.keys
         worker = held.worker
         if held.learned is not None and self._fleet.workers.get(worker.id) is worker:
-            known = self._index.remember(worker.slot, held.learned, worker.kv_capacity, now)
-            if known is not None:
-                for speculation in held.speculations:
-                    self._index.retract(speculation)
+            capacity = worker.kv_capacity
+            if self._index.remember(worker.slot, held.learned, capacity, now, promised=held.speculations) is not None:
                 return
         self._fading.extend((now + self.ttl_s, speculation) for speculation in held.speculations)
 

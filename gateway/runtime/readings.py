@@ -100,7 +100,7 @@ class GatewayReadings:
                 relearned=worker.belief.remedies,
                 findings=tuple(finding.code for finding in worker.findings),
                 blocks={tier: self._index.resident(worker.slot, tier) for tier in Tier},
-                hit_tokens={tier: self._requests.hits.get((worker.id, tier), 0) for tier in Tier},
+                hit_tokens={tier: self._requests.counts.hits.get((worker.id, tier), 0) for tier in Tier},
                 learned_blocks=self._index.learned(worker.slot),
                 announces=self._index.announces(worker.slot),
                 polls_ok=poller.counts.ok if poller is not None else 0,

@@ -100,7 +100,7 @@ class Exposition:
         yield from _write_feeds(page, feeds)
 
     def _write_requests(self, page: _Page) -> Iterator[str]:
-        requests = self._requests
+        requests = self._requests.counts
         series = list(requests.series())
         sent = [s for s in series if s.prompt]
         yield from page.family(m.REQUESTS, [((*s.labels, str(code)), n) for s in series for code, n in s.codes.items()])

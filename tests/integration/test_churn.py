@@ -12,7 +12,7 @@ async def test_blocks_that_are_pushed_out_have_lives_and_hits_have_tiers() -> No
         w1 = WorkerId("w1")
 
         def hits(tier: Tier) -> int:
-            return r.gateway.metrics.hits.get((w1, tier), 0)
+            return r.gateway.metrics.counts.hits.get((w1, tier), 0)
 
         for prompt in prompts:  # three times what the GPU holds
             body = {"model": "demo", "prompt": prompt, "max_tokens": 2}

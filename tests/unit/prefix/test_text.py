@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from gateway import keys
 from gateway.prefix import PromptHasher, tellable
 from gateway.prefix.hasher import CHAIN_INLINE_TOKENS, LOOK_UP_INLINE_BYTES, LOOK_UP_INLINE_PARTS
 from gateway.prefix.text import BLOCK_BYTES, MEDIA_BYTES
@@ -40,6 +42,16 @@ def shared(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
 def test_a_longer_conversation_extends_the_keys_of_its_beginning() -> None:
     first, second = keys_of(chat(SYSTEM, "one?" * 100)), keys_of(chat(SYSTEM, "one?" * 100, "yes", "two?" * 100))
     assert shared(first, second) == len(first) == (len(SYSTEM) + 400 + 14) // BLOCK_BYTES
+
+
+def test_keys_are_those_of_the_text_as_numbers() -> None:
+    """Replicas tell each other keys: another way to the same text must not lead elsewhere."""
+    words = struct.unpack(f"<{2 * BLOCK_BYTES // 4}I", SYSTEM.encode()[: 2 * BLOCK_BYTES])
+    seed = keys.with_extra(keys.namespace(), b"text")
+    chain = keys.chain(seed, words, BLOCK_BYTES // 4)
+    assert keys_of(completion(SYSTEM[: 2 * BLOCK_BYTES + 5])) == chain
+    assert keys.chain_of_bytes(seed, SYSTEM.encode()[: BLOCK_BYTES + 5], BLOCK_BYTES) == chain[:1]
+    assert keys.chain_of_bytes(seed, b"", BLOCK_BYTES) == []
 
 
 def test_what_differs_ends_the_overlap_in_its_block() -> None:

@@ -266,9 +266,9 @@ def test_hits_are_laid_over_the_tiers_they_were_predicted_in(delivered: int, hit
     metrics = RequestMetrics(lambda _: True)
     slow = {Tier.CPU: 200, Tier.DISK: 40}
     metrics.record(outcome(predicted_tokens=640, delivered_tokens=delivered, slow_tokens=slow))
-    assert metrics.hits == {(W1, Tier(tier)): tokens for tier, tokens in hits.items()}
+    assert metrics.counts.hits == {(W1, Tier(tier)): tokens for tier, tokens in hits.items()}
     metrics.forget(W1)
-    assert metrics.hits == {}
+    assert metrics.counts.hits == {}
 
 
 def test_misses_by_cause() -> None:
@@ -293,7 +293,7 @@ def test_retries_are_no_requests() -> None:
 def test_models_nobody_serves_share_one_label() -> None:
     refused = [outcome(model=f"guess-{i}", pool="", worker=None, status=404, ttft_s=None) for i in range(50)]
     requests = counters(*refused)
-    assert len(list(requests.series())) == 1
+    assert len(list(requests.counts.series())) == 1
     assert value(page(requests), "requests_total", model="unknown", pool="none", worker="none", code="404") == 50
 
 
@@ -306,7 +306,7 @@ def test_a_served_model_without_a_worker_keeps_its_name() -> None:
 def test_series_are_bounded() -> None:
     many = [outcome(worker=WorkerId(f"w{i}")) for i in range(10)]
     requests = counters(*many, *many, max_series=3)
-    assert len(list(requests.series())) <= 4
+    assert len(list(requests.counts.series())) <= 4
     text = page(requests)
     assert value(text, "requests_total", model="other", pool="other", worker="other", code="200") == 14
 
@@ -435,7 +435,7 @@ def test_a_request_that_ends_after_its_worker_left_makes_no_series_of_it() -> No
     requests.forget(WorkerId("w1"))
     for number in range(10):
         requests.record(outcome(worker=WorkerId(f"pod-{number}"), predicted_tokens=100, missed_tokens=50))
-    (series,) = requests.series()
+    (series,) = requests.counts.series()
     assert series.labels[2] == "gone"
-    assert sum(series.codes.values()) == 10
-    assert (requests.predictions, requests.misses) == ({}, {})
+    assert sum(series.codes.values()) == 11
+    assert (requests.counts.predictions, requests.counts.misses) == ({}, {})
