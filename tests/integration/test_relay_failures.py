@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.edge import EdgeLimits, PhaseTimeouts
-from gateway.leases import Ledger
+from gateway.leases import Lease, Ledger
 from gateway.pool import FleetSettings
 from gateway.records import Endpoint, Result, WorkerSpec
 from gateway.upstream.connections import Timeouts
@@ -749,5 +749,22 @@ async def test_a_bug_in_beginning_a_request_that_has_waited_ends_it_and_costs_no
         assert (await second.answer()).status == 500
         (await r.workers[0].call(1)).plain(OK)
         assert (await third.answer()).status == 200, "the line goes on"
+        await until(r.quiet)
+    assert "seeded bug" in caplog.text
+
+
+@both_loops
+async def test_a_bug_in_ending_an_attempt_costs_the_next_one_no_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Lease._make_outcome
+
+    def broken(*_: object) -> None:
+        monkeypatch.setattr(Lease, "_make_outcome", made)
+        raise RuntimeError("seeded bug")
+
+    monkeypatch.setattr(Lease, "_make_outcome", broken)
+    async with relay(drop, silent) as r:
+        assert (await r.ask(post(ask()))).status == 500
         await until(r.quiet)
     assert "seeded bug" in caplog.text
