@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
 from types import MappingProxyType
@@ -33,6 +33,7 @@ from gateway.kv import KvIndex
 from gateway.pool import Fleet
 from gateway.prefix import PromptHasher
 from gateway.records import (
+    Finding,
     LoadSample,
     LoadSource,
     Outcome,
@@ -426,10 +427,13 @@ class Membership:
                 return
         member.compared, member.not_compared = True, None
         self._tell(member, facts)
+        self._advise(member, facts.findings + member.differences)
+
+    def _advise(self, member: Member, findings: Iterable[Finding]) -> None:
         log = self._log
         tell_as = {Severity.INFO: log.info, Severity.WARNING: log.warning, Severity.ERROR: log.error}
-        for finding in facts.findings + member.differences:
-            tell_as[finding.severity]("worker could serve better", worker=spec.name, **finding._asdict())
+        for finding in findings:
+            tell_as[finding.severity]("worker could serve better", worker=member.spec.name, **finding._asdict())
 
     async def _refresh(self, member: Member, facts: WorkerFacts) -> None:
         """Facts or seats have changed."""
@@ -450,6 +454,8 @@ class Membership:
             self.feeds.start(seat, [source for source in events if source not in seat.feeds])
         if member.poller is not None:
             member.poller.workers = member.by_rank()
+        if member.compared and before is not None:  # else all of them will be told
+            self._advise(member, [finding for finding in facts.findings if finding not in before.findings])
         changed = [fact.name for fact in fields(facts) if getattr(facts, fact.name) != getattr(before, fact.name, None)]
         self._log.info(
             "worker changed",

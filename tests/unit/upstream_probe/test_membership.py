@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 import zmq
+from structlog.testing import capture_logs
 
 from gateway.errors import FleetFull
 from gateway.kv import KvIndex
@@ -686,8 +687,14 @@ async def test_one_load_socket_that_two_servers_name_is_nobodys(stand: Stand) ->
     def found(name: WorkerId) -> bool:
         return any(finding.code == "load_unheard" for finding in stand.fleet.workers[name].findings)
 
-    for name in (W1, W2):
-        await probed(name, lambda name=name: found(name))  # type: ignore[misc]
+    with capture_logs() as lines:
+        for name in (W1, W2, W1, W2):
+            await probed(name, lambda name=name: found(name))  # type: ignore[misc]
+    told = [line for line in lines if line["event"] == "worker could serve better"]
+    assert [(line["worker"], line["code"]) for line in told if line["code"] == "load_unheard"] == [
+        (W1, "load_unheard"),
+        (W2, "load_unheard"),
+    ]
     await membership.leave(W1)
     await probed(W2, lambda: listened_to() == {W2, W3} and not found(W2))
     heard = membership.members[W2].load_socket
