@@ -27,13 +27,16 @@ from gateway.records import EngineKind, EventSource, Finding, LoadEndpoint, Work
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "[::]", "::"})
 _LAST_PORT = 65_535
 
+_Topic = Annotated[str, msgspec.Meta(max_length=1024)]
+"""zmq keeps a subscription byte by byte and lets it go by recursion: a topic of 200 KB ends the process."""
+
 
 class VllmSource(msgspec.Struct):
     """One rank of vLLM's `/kv_event_sources`."""
 
     endpoint: str = ""
     replay_endpoint: str | None = None
-    topic: str = ""
+    topic: _Topic = ""
     publisher: str | None = "zmq"
     enable_kv_cache_events: bool = True
 
@@ -43,12 +46,12 @@ class SglangEvents(msgspec.Struct):
 
     endpoint_port_base: int
     endpoint_host: str = "*"
-    topic: str = ""
+    topic: _Topic = ""
     block_size: int | None = None
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] = 1
     replay_endpoint_port_base: int | None = None
     load_endpoint_port_base: int | None = None
-    load_topic: str = "load"
+    load_topic: _Topic = "load"
 
 
 def vllm_sources(

@@ -401,3 +401,18 @@ async def test_what_is_answered_or_of_another_version_is_news() -> None:
     answers["/kv_event_sources"] = (500, "")
     answers["/version"] = (200, '{"version": "0.33.0"}')
     assert (await probed(answers, spec(), known=before)).events == ()
+
+
+@pytest.mark.parametrize("field", ["topic", "load_topic"])
+async def test_a_topic_that_would_end_the_process_is_none(field: str) -> None:
+    """zmq lets a subscription go by recursion over its bytes."""
+    long = "x" * 200_000
+    facts = await probed(with_sources({"0": source("tcp://*:5557", topic=long)}), spec())
+    assert facts.events == ()
+    answers = answers_of("sglang-0.5.23")
+    info = json.loads(answers["/server_info"][1])
+    events = {"endpoint_port_base": 5557, "load_endpoint_port_base": 6000}
+    for topic, sources in (("x" * 1024, 1), (long, 0)):
+        answers["/server_info"] = (200, json.dumps(info | {"kv_events": events | {field: topic}}))
+        facts = await probed(answers, spec())
+        assert (len(facts.events), len(facts.loads)) == (sources, sources)
