@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 _NAME_SHOWN = 128
 """Characters of a client's model name an error repeats."""
 
@@ -191,6 +193,10 @@ WORKER_BUSY = "worker_busy"
 
 OVERTAKEN = "overtaken"
 """Code of an attempt that was late, and whose second worker answered first."""
+
+UNREADABLE = (msgspec.MsgspecError, RecursionError)
+"""What decoding raises for bytes from outside; the second where something is nested too deeply, be it in a field that
+nobody reads."""
 
 
 class WorkerError(GatewayError):

@@ -28,11 +28,11 @@ from pathlib import Path
 from random import Random
 
 import httpx
-import msgspec
 import structlog
 
 from gateway.discovery.kube_objects import MOST_OBJECTS, Happened, Kind, KubeTraits, KubeView
 from gateway.discovery.source import Publish
+from gateway.errors import UNREADABLE
 
 _PART = 500
 """Objects asked for at a time, as kubectl does."""
@@ -133,13 +133,13 @@ class KubernetesSource:
         """Until something ends it."""
         try:
             version = await self._list(http, publish)
-        except (httpx.HTTPError, OSError, TimeoutError, msgspec.MsgspecError, _Refused, _Expired) as error:
+        except (httpx.HTTPError, OSError, TimeoutError, *UNREADABLE, _Refused, _Expired) as error:
             publish.failed(f"{self._server.url}: {str(error) or type(error).__name__}")
             return
         began = asyncio.get_running_loop().time()
         try:
             await self._watch(http, version, publish)
-        except (httpx.HTTPError, OSError, TimeoutError, msgspec.MsgspecError, _Refused, _Expired) as error:
+        except (httpx.HTTPError, OSError, TimeoutError, *UNREADABLE, _Refused, _Expired) as error:
             self._log.info("watch ended", reason=str(error) or type(error).__name__)
         calm = asyncio.get_running_loop().time() - began >= _CALM_S
         self._pause_s = _FIRST_PAUSE_S if calm else min(self._pause_s, _LONGEST_BLIND_S)

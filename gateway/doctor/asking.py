@@ -22,6 +22,7 @@ import zmq.asyncio
 from gateway import findings as table
 from gateway.doctor.checks import FeedSeen, Heard, LoadSeen, Reach, Seen, Tried, outside
 from gateway.doctor.sockets import Subscription, load_reach, replay_reach, subscribed
+from gateway.errors import UNREADABLE
 from gateway.kv.events import KvBatch, MalformedMessage, Stored, decode_batch
 from gateway.prefix import PromptHasher
 from gateway.records import EventSource, Finding, LoadEndpoint, WorkerFacts, WorkerSpec
@@ -268,7 +269,7 @@ def _prompt_tokens(facts: WorkerFacts) -> int:
 def _cached_tokens(answer: Answer) -> int | None:
     try:
         usage = msgspec.json.decode(answer.body, type=_Completed).usage
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
     details = usage.prompt_tokens_details if usage is not None else None
     return details.cached_tokens if details is not None else None

@@ -433,7 +433,11 @@ class Exchange:
         # Nothing may be left that only the garbage collector could take apart.
         self._task = self._relay = self._untold = None
         notes = self._notes
-        ending = notes.ending(result, status, now, relay, error_code)
+        try:
+            ending = notes.ending(result, status, now, relay, error_code)
+        except Exception:  # noqa: BLE001  a bug in reading what the worker said of itself must not keep the lease
+            _log.exception("request %s met a bug of the gateway", notes.request_name)
+            ending = notes.ending(result, status, now, None, error_code)
         work = self._work
         lease, work.lease = work.lease, None
         if lease is None:

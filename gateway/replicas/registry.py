@@ -195,7 +195,7 @@ class RegistrySource:
                     continue
                 until = now + min(ends - store_now, record.life_s)
                 self._present[record.url] = Found(self._read(bytes(record.worker))), until, record.life_s
-            except ValueError:  # msgspec's and pydantic's are
+            except (ValueError, RecursionError):  # msgspec's and pydantic's are; nested too deeply
                 unread += 1
         return unread
 

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway import findings as table
+from gateway.errors import UNREADABLE
 from gateway.kv.events import names_prefixes
 from gateway.pool import MAX_WORKERS
 from gateway.records import EngineKind, Finding, WorkerFacts, WorkerSpec
@@ -294,7 +295,7 @@ def _check_models(spec: WorkerSpec, answer: Answer, client: ControlClient) -> No
 def _decode(answer: Answer, shape: type[_T], where: str) -> _T:
     try:
         return msgspec.json.decode(answer.body, type=shape)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProbeFailed(f"{where} answered something unexpected ({error}); is this an inference worker?") from error
 
 
@@ -304,7 +305,7 @@ def _maybe(answer: Answer | None, shape: type[_T]) -> _T | None:
         return None
     try:
         return msgspec.json.decode(answer.body, type=shape)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
 
 

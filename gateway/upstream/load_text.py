@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -304,6 +304,8 @@ class _Loads(msgspec.Struct):
     loads: list[_RankLoad]
 
 
+_T = TypeVar("_T")
+
 _LOADS = msgspec.json.Decoder(_Loads)
 _OLD_LOADS = msgspec.json.Decoder(list[_OldLoad])
 
@@ -313,7 +315,7 @@ def parse_loads(body: bytes, ranks: Sequence[int]) -> dict[int | None, LoadSampl
     None. Raises ValueError when it has none, or another shape."""
     found = [
         (load.dp_rank, LoadSample(load.num_running_reqs, load.num_waiting_reqs, load.token_usage))
-        for load in _LOADS.decode(body).loads  # msgspec's errors are ValueErrors
+        for load in _decoded(_LOADS, body).loads
     ]
     return _by_rank(found, ranks, "/v1/loads")
 
@@ -327,9 +329,17 @@ def parse_old_loads(body: bytes, ranks: Sequence[int]) -> dict[int | None, LoadS
                 max(0.0, load.num_reqs - load.num_waiting_reqs), load.num_waiting_reqs, None, kv_tokens=load.num_tokens
             ),
         )
-        for load in _OLD_LOADS.decode(body)
+        for load in _decoded(_OLD_LOADS, body)
     ]
     return _by_rank(found, ranks, "/get_load")
+
+
+def _decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    """Raises ValueError, as all of msgspec's decoding errors are."""
+    try:
+        return decoder.decode(body)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _by_rank(found: Sequence[tuple[int, LoadSample]], ranks: Sequence[int], path: str) -> dict[int | None, LoadSample]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway import findings as table
+from gateway.errors import UNREADABLE
 from gateway.prefix import PromptHasher
 from gateway.records import ChatPrompt, Endpoint, Finding, InferenceRequest, Prompt, TextPrompt, WorkerSpec
 from gateway.upstream.control import Answer, ControlClient, ProbeFailed
@@ -88,7 +89,7 @@ async def _theirs(
         if ran.status != 200:
             return None
         said = msgspec.json.decode(ran.body, type=_Completed)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
     return said.prompt_token_ids or next((choice.prompt_token_ids for choice in said.choices), None)
 

@@ -18,6 +18,7 @@ from enum import Enum
 
 import msgspec
 
+from gateway.errors import UNREADABLE
 from gateway.records import Endpoint, Usage
 from gateway.upstream.usage import WireUsage, usage_of
 
@@ -142,7 +143,7 @@ class UsageEventFilter:
         data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
         try:
             chunk = _decode_chunk(data)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return False
         if chunk.choices != [] or chunk.usage is None:
             return False
@@ -181,6 +182,8 @@ def stream_end(endpoint: Endpoint, last: bytes, *, whole: bool) -> StreamEnd:
     told = _told(lines[0])
     if told is None:
         return StreamEnd.CUT
+    if told is _NESTED:
+        return StreamEnd.WHOLE
     if _is_error(told):
         # The request's own fault, and told as such.
         return StreamEnd.WHOLE
@@ -202,9 +205,16 @@ def _last_data(last: bytes) -> list[bytes]:
     return found
 
 
+_NESTED = _Told()
+"""Stands for an event that is nested too deeply to be read, as one that repeats what a client sent may be: that is not
+the worker's fault, and the framing decides."""
+
+
 def _told(line: bytes) -> _Told | None:
     try:
         return _decode_told(line)
+    except RecursionError:
+        return _NESTED
     except msgspec.MsgspecError:
         return None
 

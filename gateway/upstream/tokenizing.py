@@ -25,6 +25,7 @@ import msgspec
 import structlog
 
 from gateway import keys
+from gateway.errors import UNREADABLE
 from gateway.prefix import KnownPrompts
 from gateway.records import ChatPrompt, InferenceRequest, PrefixBlocks, TextPrompt, WorkerSpec
 from gateway.upstream.control import ControlClient, ProbeFailed
@@ -129,7 +130,7 @@ class EngineTokenizing:
             return  # another one has told meanwhile
         try:
             ids = await self._ids(question, server)
-        except (ProbeFailed, msgspec.MsgspecError) as error:
+        except (ProbeFailed, *UNREADABLE) as error:
             self._failed(question, server, str(error))
             return
         except UnicodeEncodeError:
@@ -147,7 +148,8 @@ class EngineTokenizing:
         known.usable = True
 
     async def _ids(self, question: _Question, server: _Server) -> list[int] | None:
-        """The token ids; None when this server cannot tell those of this prompt. Raises ProbeFailed, MsgspecError."""
+        """The token ids; None when this server cannot tell those of this prompt. Raises ProbeFailed, or what
+        `UNREADABLE` names."""
         prompt = question.untold.request.prompt
         if server.renders is not False:
             chat = isinstance(prompt, ChatPrompt)

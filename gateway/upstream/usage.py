@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from gateway.errors import UNREADABLE
 from gateway.records import Endpoint, Usage
 
 MAX_WHOLE_BYTES = 262_144
@@ -152,11 +153,11 @@ def usage_of(wire: WireUsage) -> Usage | None:
 def _whole_answer(body: bytes) -> WireUsage | None:
     try:
         return _decode_answer(body).found()
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         pass
     try:
         answers = _decode_answers(body)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
     return _sum([answer.meta_info for answer in answers if answer.meta_info is not None])
 
@@ -185,7 +186,7 @@ def _from_events(events: Iterator[bytes]) -> Iterator[WireUsage]:
             continue
         try:
             found = _decode_answer(data).found()
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             # An event cut at the start of the tail, or one of a shape of its own (SGLang's flat errors).
             continue
         if found is not None:
@@ -201,7 +202,7 @@ def _searched(body: bytes) -> list[WireUsage]:
             continue
         try:
             wire = _decode_usage(text)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             continue
         if wire.prompt_tokens is not None or wire.input_tokens is not None:
             return [wire]

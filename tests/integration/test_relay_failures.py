@@ -11,12 +11,25 @@ from dataclasses import replace
 import pytest
 
 from gateway.edge import EdgeLimits, PhaseTimeouts
+from gateway.edge.relay import Relay
 from gateway.leases import Lease, Ledger
 from gateway.pool import FleetSettings
 from gateway.records import Endpoint, Result, WorkerSpec
 from gateway.upstream.connections import Timeouts
 from gateway.upstream.http import Upstream, UpstreamStream
-from tests.integration.relay_rig import Call, RelayRig, Script, answers, ask, both_loops, post, relay, silent, until
+from tests.integration.relay_rig import (
+    Call,
+    RelayRig,
+    Script,
+    answers,
+    ask,
+    both_loops,
+    post,
+    relay,
+    silent,
+    streams,
+    until,
+)
 
 OK = b'{"id":"1","choices":[]}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
@@ -766,5 +779,48 @@ async def test_a_bug_in_ending_an_attempt_costs_the_next_one_no_lease(
     monkeypatch.setattr(Lease, "_make_outcome", broken)
     async with relay(drop, silent) as r:
         assert (await r.ask(post(ask()))).status == 500
+        await until(r.quiet)
+    assert "seeded bug" in caplog.text
+
+
+DEEP = b"[" * 3000 + b"]" * 3000
+
+
+@both_loops
+@pytest.mark.parametrize(
+    ("path", "stream", "body"),
+    [
+        (Endpoint.CHAT, False, b'{"choices":[],"zz":%b,"usage":{"prompt_tokens":3}}' % DEEP),
+        (Endpoint.CHAT, False, b"[%b]" % DEEP),
+        (Endpoint.CHAT, True, b'data: {"choices":[],"usage":{"prompt_tokens":3},"zz":%b}\n\n%b' % (DEEP, DONE)),
+        (Endpoint.MESSAGES, True, b'data: {"type":"message_stop","usage":{},"error":null,"zz":%b}\n\n' % DEEP),
+        (Endpoint.RESPONSES, True, b'data: {"type":"response.completed","response":%b,"usage":{}}\n\n' % DEEP),
+    ],
+)
+async def test_an_answer_that_is_nested_without_end_is_passed_on_and_costs_no_lease(
+    path: Endpoint, stream: bool, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is read for its usage and for whether its last event came; neither disturbs it."""
+    async with relay(streams(TOKEN, body) if stream else answers(body)) as r:
+        answer = await r.ask(post(ask(stream=stream), path=path.value))
+        assert answer.status == 200
+        assert body in answer.body
+        assert (await r.outcome()).result is Result.COMPLETED
+        await until(r.quiet)
+    assert "bug" not in caplog.text
+
+
+@both_loops
+async def test_a_bug_in_reading_the_usage_costs_no_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: Relay) -> None:
+        raise RuntimeError("seeded bug")
+
+    monkeypatch.setattr(Relay, "usage", broken)
+    async with relay(answers(OK)) as r:
+        assert (await r.ask(post(ask()))).body == OK
+        outcome = await r.outcome()
+        assert (outcome.result, outcome.status) == (Result.COMPLETED, 200)
         await until(r.quiet)
     assert "seeded bug" in caplog.text

@@ -416,3 +416,17 @@ async def test_a_topic_that_would_end_the_process_is_none(field: str) -> None:
         answers["/server_info"] = (200, json.dumps(info | {"kv_events": events | {field: topic}}))
         facts = await probed(answers, spec())
         assert (len(facts.events), len(facts.loads)) == (sources, sources)
+
+
+DEEP = "[" * 3000 + "]" * 3000
+
+
+async def test_what_is_nested_without_end_is_unreadable() -> None:
+    answers = answers_of("sglang-0.5.23")
+    for path in ("/server_info", "/v1/models"):
+        status, body = answers[path]
+        answers[path] = (status, body.rstrip()[:-1] + f', "zz": {DEEP}}}')
+        if path == "/server_info":
+            assert (await probed(answers, spec())).events == (), "as if it were not there"
+    with pytest.raises(ProbeFailed, match="something unexpected"):
+        await probed(answers, spec())

@@ -1,6 +1,7 @@
 """Reading load out of what engines expose, on texts of real engines and on the shapes of older ones."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -286,3 +287,11 @@ def test_sglang_says_how_many_adapters_fit_and_not_which() -> None:
     )
     sample = parse_metrics(text, EngineKind.SGLANG)
     assert (sample.adapters, sample.adapter_slots) == ((), 4)
+
+
+@pytest.mark.parametrize("parse", [parse_loads, parse_old_loads])
+def test_loads_that_are_nested_without_end_are_none(parse: Callable[[bytes, list[int]], object]) -> None:
+    deep = b"[" * 3000 + b"]" * 3000
+    for body in (deep, b'{"loads":[],"zz":%b}' % deep, b'[{"num_reqs":1,"num_waiting_reqs":0,"zz":%b}]' % deep):
+        with pytest.raises(ValueError, match=r"."):
+            parse(body, [])
