@@ -38,7 +38,7 @@ from gateway.upstream.endpoints import (
     sglang_sources,
     vllm_sources,
 )
-from gateway.upstream.load_text import Series, read_series, start_time, vllm_cache
+from gateway.upstream.load_text import MOST, Series, block_tokens, read_series, start_time, vllm_cache
 from gateway.upstream.ranks import rank_numbers, release_number, routes_ranks, without_collisions
 
 
@@ -397,11 +397,13 @@ def _sglang_cache(said: _Answers, findings: list[Finding]) -> tuple[int | None, 
         findings.append(table.HITS_NOT_REPORTED.found(EngineKind.SGLANG))
     if info.decode_log_interval is not None and info.decode_log_interval > _LATE_STEPS:
         findings.append(table.DECODE_LOG_INTERVAL.found(steps=info.decode_log_interval))
-    block_size = (info.kv_events.block_size if info.kv_events is not None else None) or info.page_size
+    events = info.kv_events.block_size if info.kv_events is not None else None
+    block_size = block_tokens(events) or block_tokens(info.page_size)
     if block_size == 1:
         findings.append(table.PAGE_SIZE_1.found())
     tokens = info.max_total_num_tokens
-    return block_size, tokens * info.dp_size // block_size if tokens and block_size else None
+    known = tokens is not None and 0 < tokens <= MOST
+    return block_size, tokens * info.dp_size // block_size if tokens and known and block_size else None
 
 
 # --------------------------------------------------------------------------- what releases leave out of their events

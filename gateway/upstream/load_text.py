@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -32,6 +32,11 @@ class Series(NamedTuple):
     labels: Mapping[str, str]
     value: float
 
+
+MOST: Final = 1 << 40
+"""More requests, tokens or blocks than any worker has."""
+
+_LARGEST_BLOCK: Final = 1 << 20
 
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
@@ -125,7 +130,7 @@ def parse_metrics(text: bytes, engine: EngineKind) -> LoadSample:
     fullest rank's. Raises ValueError when the load is not in it."""
     kind, found = _read(text, engine)
     sample = _vllm(found) if kind is EngineKind.VLLM else _sglang(found)
-    return replace(sample, start_time_unix=start_time(text))
+    return replace(_possible(sample), start_time_unix=start_time(text))
 
 
 def parse_ranks(text: bytes, engine: EngineKind, ranks: Iterable[int]) -> dict[int | None, LoadSample]:
@@ -145,7 +150,7 @@ def parse_ranks(text: bytes, engine: EngineKind, ranks: Iterable[int]) -> dict[i
             sample = replace(sample, kv_blocks=blocks // len(found["cache"]) if blocks is not None else None)
         else:
             sample = _sglang(own | {"page": found["page"]})
-        samples[rank] = replace(sample, start_time_unix=started)
+        samples[rank] = replace(_possible(sample), start_time_unix=started)
     if not samples:
         raise ValueError(f"/metrics has no num_requests_running or num_running_reqs with a label {label!r}")
     return samples
@@ -208,7 +213,7 @@ def _sglang(found: _Found) -> LoadSample:
         kv_usage=_max(found["usage"]),
         prefix_queries=queries,
         prefix_hits=hits,
-        kv_blocks=int(sum(tokens.values()) // page) if tokens and page else None,
+        kv_blocks=_size(sum(tokens.values()) // page) if tokens and page else None,
         adapter_slots=int(_max(found["slots"]) or 0) or None,
     )
 
@@ -232,13 +237,18 @@ def vllm_cache(info: Sequence[Series]) -> tuple[int | None, int | None]:
     if not info:
         return None, None
     labels = info[0].labels
-    block_size = _whole(labels.get("effective_attention_block_size")) or _whole(labels.get("block_size"))
+    block_size = block_tokens(_whole(labels.get("effective_attention_block_size")) or _whole(labels.get("block_size")))
     tokens = [_whole(series.labels.get("kv_cache_size_tokens")) for series in info]
     known = [count for count in tokens if count is not None]
     if block_size is not None and len(known) == len(info):
         return block_size, sum(known) // block_size
     blocks = [_whole(series.labels.get("num_gpu_blocks")) for series in info]
     return block_size, max((count for count in blocks if count is not None), default=None)
+
+
+def block_tokens(said: int | None) -> int | None:
+    """A block size as a worker tells it; None for what can be none: the keys of its whole pool are cut by it."""
+    return said if said is not None and 0 < said <= _LARGEST_BLOCK else None
 
 
 def start_time(text: bytes) -> float | None:
@@ -248,8 +258,21 @@ def start_time(text: bytes) -> float | None:
 
 
 def _whole(text: str | None) -> int | None:
-    """A positive whole number of a label; None for `None`, empty and anything else."""
-    return int(text) if text is not None and text.isascii() and text.isdigit() and int(text) > 0 else None
+    """A positive whole number of a label that can be a size; None for `None`, empty and anything else."""
+    digits = text is not None and len(text) < 16 and text.isascii() and text.isdigit()
+    return _size(int(text)) if text is not None and digits else None
+
+
+def _size(number: float) -> int | None:
+    """A size in tokens or blocks as a worker tells it; None for what can be none."""
+    return int(number) if 0 < number <= MOST else None
+
+
+def _possible(sample: LoadSample) -> LoadSample:
+    """Raises ValueError for numbers of requests that cannot be: waits, limits and prices are made of them."""
+    if not (0.0 <= sample.running <= MOST and 0.0 <= sample.waiting <= MOST):
+        raise ValueError(f"{sample.running:g} requests running and {sample.waiting:g} waiting is no load")
+    return sample
 
 
 def _sum(series: Iterable[Series]) -> float:
@@ -314,7 +337,7 @@ def parse_loads(body: bytes, ranks: Sequence[int]) -> dict[int | None, LoadSampl
     """Samples of SGLang's `GET /v1/loads`: one for each of `ranks` that it names, or without ranks one for all, under
     None. Raises ValueError when it has none, or another shape."""
     found = [
-        (load.dp_rank, LoadSample(load.num_running_reqs, load.num_waiting_reqs, load.token_usage))
+        (load.dp_rank, _possible(LoadSample(load.num_running_reqs, load.num_waiting_reqs, load.token_usage)))
         for load in _decoded(_LOADS, body).loads
     ]
     return _by_rank(found, ranks, "/v1/loads")
@@ -325,8 +348,13 @@ def parse_old_loads(body: bytes, ranks: Sequence[int]) -> dict[int | None, LoadS
     found = [
         (
             load.dp_rank,
-            LoadSample(
-                max(0.0, load.num_reqs - load.num_waiting_reqs), load.num_waiting_reqs, None, kv_tokens=load.num_tokens
+            _possible(
+                LoadSample(
+                    max(0.0, load.num_reqs - load.num_waiting_reqs),
+                    load.num_waiting_reqs,
+                    None,
+                    kv_tokens=_size(load.num_tokens or 0),
+                )
             ),
         )
         for load in _decoded(_OLD_LOADS, body)

@@ -430,3 +430,22 @@ async def test_what_is_nested_without_end_is_unreadable() -> None:
             assert (await probed(answers, spec())).events == (), "as if it were not there"
     with pytest.raises(ProbeFailed, match="something unexpected"):
         await probed(answers, spec())
+
+
+@pytest.mark.parametrize("said", [-16, 0, 1 << 40, 10**30])
+async def test_a_block_size_that_can_be_none_is_not_known(said: int) -> None:
+    """The keys of all its pool's workers would be cut by it, and nobody could join any more."""
+    answers = answers_of("sglang-0.5.23")
+    info = json.loads(answers["/server_info"][1]) | {"page_size": said, "max_total_num_tokens": 1000}
+    info["kv_events"]["block_size"] = said
+    answers["/server_info"] = (200, json.dumps(info))
+    facts = await probed(answers, spec())
+    assert (facts.block_size, facts.kv_blocks) == (None, None)
+
+
+@pytest.mark.parametrize("said", [-5, 10**300])
+async def test_a_cache_size_that_can_be_none_is_not_known(said: int) -> None:
+    answers = answers_of("sglang-0.5.23")
+    info = json.loads(answers["/server_info"][1]) | {"page_size": 16, "max_total_num_tokens": said}
+    answers["/server_info"] = (200, json.dumps(info))
+    assert (await probed(answers, spec())).kv_blocks is None

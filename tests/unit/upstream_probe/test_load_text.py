@@ -295,3 +295,29 @@ def test_loads_that_are_nested_without_end_are_none(parse: Callable[[bytes, list
     for body in (deep, b'{"loads":[],"zz":%b}' % deep, b'[{"num_reqs":1,"num_waiting_reqs":0,"zz":%b}]' % deep):
         with pytest.raises(ValueError, match=r"."):
             parse(body, [])
+
+
+@pytest.mark.parametrize("number", ["-1", "1e300", "2e12"])
+def test_numbers_of_requests_that_cannot_be_are_no_load(number: str) -> None:
+    for running, waiting in ((number, "0"), ("0", number)):
+        vllm = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n".encode()
+        with pytest.raises(ValueError, match="is no load"):
+            parse_metrics(vllm, EngineKind.VLLM)
+        sglang = f"sglang:num_running_reqs {running}\nsglang:num_queue_reqs {waiting}\n".encode()
+        if number != "-1":  # of one rank's repeated numbers the largest counts, from 0 on
+            with pytest.raises(ValueError, match="is no load"):
+                parse_metrics(sglang, EngineKind.SGLANG)
+        one = b'{"num_running_reqs":%b,"num_waiting_reqs":%b}' % (running.encode(), waiting.encode())
+        with pytest.raises(ValueError, match="is no load"):
+            parse_loads(b'{"loads":[%b]}' % one, [])
+    with pytest.raises(ValueError, match="is no load"):
+        parse_old_loads(b'[{"num_reqs":1,"num_waiting_reqs":%b}]' % number.encode(), [])
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "9" * 20, "-3", "0", "1e9"])
+def test_sizes_that_can_be_none_are_not_known(size: str) -> None:
+    told = f'block_size="{size}",num_gpu_blocks="{size}",kv_cache_size_tokens="{size}"'
+    text = f"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\nvllm:cache_config_info{{{told}}} 1\n"
+    assert parse_metrics(text.encode(), EngineKind.VLLM).kv_blocks is None
+    much = "sglang:num_running_reqs 1\nsglang:num_queue_reqs 0\nsglang:page_size 1\nsglang:max_total_num_tokens 1e308\n"
+    assert parse_metrics(much.encode(), EngineKind.SGLANG).kv_blocks is None
