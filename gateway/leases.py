@@ -340,13 +340,10 @@ class Lease:
 
 
 def _prompts(request: InferenceRequest) -> int:
-    match request.prompt:
-        case TextPrompt(texts):
-            return len(texts)
-        case TokenPrompt(token_lists):
-            return len(token_lists)
-        case _:
-            return 1
+    prompt = request.prompt
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.texts)
+    return len(prompt.token_lists) if isinstance(prompt, TokenPrompt) else 1
 
 
 def answers(request: InferenceRequest) -> int:

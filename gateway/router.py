@@ -314,7 +314,7 @@ class Router:
         if found is None:
             raise self._nobody(pool, request)
         at, raw, view, workers = found.at, found.raw, found.view, found.shard.workers
-        row = found.scores[at]
+        row = found.scores.of(at)
         worker = workers[at]
         overlaps, bit = found.overlaps, 1 << worker.slot
         slow = overlaps.slow(worker.slot) if overlaps is not None and self._index.slow_slots & bit else _NOTHING_SLOW

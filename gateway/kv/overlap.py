@@ -12,9 +12,7 @@ The walks themselves are `runs`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from itertools import repeat
-from operator import or_
 from typing import Final
 
 from gateway.kv.runs import Masks, Run, falling_runs, fast_runs, run_of, slow_end, with_promises
@@ -96,8 +94,10 @@ class Overlaps:
         for slot, held in self._tokens.items():
             if held >= tokens:
                 having |= 1 << slot
-        holders = reduce(or_, (masks.get(key, 0) for masks in self._masks))
-        return 0 if having & holders else having.bit_count()
+        for masks in self._masks:
+            if masks and masks.get(key, 0) & having:
+                return 0
+        return having.bit_count()
 
     def confirmed(self, slot: Slot) -> int:
         """`tokens` without speculative blocks: what the worker's own events say."""

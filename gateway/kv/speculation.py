@@ -337,8 +337,13 @@ class Speculation:
     def __init__(self, promises: Promises | None, parts: list[Part]) -> None:
         self.promises = promises
         self._parts = parts
-        self.blocks = sum(end - stretch.start for stretch, end in parts)
-        self.start = min((stretch.start for stretch, _ in parts), default=None)
+        self.blocks = 0
+        self.start: int | None = None
+        for stretch, end in parts:
+            start = stretch.start
+            self.blocks += end - start
+            if self.start is None or start < self.start:
+                self.start = start
 
     def take(self) -> list[Part]:
         """What it stands on; empties the handle."""

@@ -36,7 +36,7 @@ def pick(policy: Policy, view: View, scores: Scores, *, session: str | None, rng
     best = costs.index(lowest)
     hits = view.hits
     cold = not hits[best]
-    limit = lowest + policy.near(scores[best][_OWN_S] if cold else 0.0, cold=cold)
+    limit = lowest + policy.near(scores.of(best)[_OWN_S] if cold else 0.0, cold=cold)
     equals = [position for position, cost in enumerate(costs) if cost <= limit]
     if len(equals) == 1:
         return best

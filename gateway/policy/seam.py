@@ -37,6 +37,10 @@ class Scores(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.costs)
 
+    def of(self, at: int) -> Row:
+        """`self[at]` of a candidate."""
+        return row(self.costs[at]) if self._explain is None else self._explain(at)
+
     @overload
     def __getitem__(self, at: int) -> Row: ...
     @overload
@@ -44,7 +48,7 @@ class Scores(Sequence[Row]):
     def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
         if isinstance(at, slice):
             return [self[position] for position in range(*at.indices(len(self)))]
-        return row(self.costs[at]) if self._explain is None else self._explain(range(len(self))[at])
+        return self.of(range(len(self))[at])
 
 
 class Ask(NamedTuple):

@@ -46,7 +46,7 @@ def _soft(pool: Pool, request: InferenceRequest, blocks: PrefixBlocks) -> list[t
     if request.endpoint is Endpoint.GENERATE:
         rules.append(("engine", lambda worker: worker.facts.engine is not EngineKind.VLLM))
     if pool.shortest is not None and blocks.chains:
-        longest = max(chain.tokens for chain in blocks.chains)
+        longest = max([chain.tokens for chain in blocks.chains])
         if longest > pool.shortest:
             rules.append(("context_length", lambda worker: longest <= (worker.facts.max_model_len or longest)))
     return rules

@@ -186,12 +186,11 @@ class Worker:
     def reserve(self, reservation: Reservation, now: float) -> None:
         """Counts a request as sent."""
         self.settle_due(now)
-        crowded = self.crowds(reservation.kv_tokens)
         if not self._pending:
             self._lead(reservation, now)
             self._period = Period(now)
         period = self._period
-        if period is not None and (crowded or self._disturbed or not reservation.streamed):
+        if period is not None and (not reservation.streamed or self._disturbed or self.crowds(reservation.kv_tokens)):
             period.clean = False
         self._pending[id(reservation)] = reservation
         self.inflight_requests += 1
