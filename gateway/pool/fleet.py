@@ -377,6 +377,10 @@ class Fleet:
             for served in _served(some[0], bases):
                 members.setdefault(served, []).append(some)
                 sizes[served[1]] = math.gcd(sizes.get(served[1], 0), size)
+        given: dict[str, int] = {}
+        for name, base in bases.items():
+            if name in self.settings.block_sizes:
+                given.setdefault(base, self.settings.block_sizes[name])
         places = {worker.id: place for place, worker in enumerate(self._workers.values())}
         kept = set()
         for (name, base, adapter), groups in members.items():
@@ -388,10 +392,7 @@ class Fleet:
                 rates = self._rates_of(base)
                 pool = Pool(name, model=base, adapter=adapter, rates=rates, retry_ratio=self.settings.retry_ratio)
                 self._pools[name] = pool
-            names = [*(n for n, b in bases.items() if b == base), ANY_MODEL]
-            sizes_given = self.settings.block_sizes
-            configured = [sizes_given[n] for n in names if n in sizes_given]
-            size = configured[0] if configured else sizes[base]
+            size = given.get(base) or self.settings.block_sizes.get(ANY_MODEL) or sizes[base]
             workers = groups[0] if len(groups) == 1 else sorted(chain(*groups), key=lambda worker: places[worker.id])
             pool.crew, pool.block_size = self._crew(tuple(workers)), size
         for name in [name for name in self._pools if name not in kept]:

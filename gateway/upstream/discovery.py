@@ -18,6 +18,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
@@ -40,6 +41,11 @@ from gateway.upstream.endpoints import (
 )
 from gateway.upstream.load_text import MOST, Series, block_tokens, read_series, start_time, vllm_cache
 from gateway.upstream.ranks import rank_numbers, release_number, routes_ranks, without_collisions
+
+_MOST_MODELS = 4096
+"""Each name is a pool, and all pools are looked at when a worker joins: some hundredths of a second for so many."""
+
+_NAMES_SHOWN = 20
 
 
 class _Model(msgspec.Struct):
@@ -355,16 +361,25 @@ def _models(spec: WorkerSpec, said: _Models) -> tuple[tuple[str, ...], dict[str,
         model.id: model.parent if model.parent in bases else bases[0] for model in said.data if model.parent is not None
     }
     if not spec.models:
+        if len(said.data) > _MOST_MODELS:
+            raise ProbeFailed(
+                f"worker {spec.name}: {spec.url}/v1/models names {len(said.data)} models, more than {_MOST_MODELS}; "
+                "set models of this worker to those that it is to serve here"
+            )
         return tuple(bases), adapters
     missing = [name for name in spec.models if name not in bases and name not in adapters]
     # SGLang serves any name, so a configured one it does not announce is fine there.
     if missing and any(model.owned_by == EngineKind.VLLM for model in said.data):
         raise ProbeFailed(
-            f"worker {spec.name}: serves {', '.join([*bases, *adapters])}, but models says {', '.join(missing)}; "
+            f"worker {spec.name}: serves {_some([*bases, *adapters])}, but models says {', '.join(missing)}; "
             "correct models or the worker's --served-model-name"
         )
     chosen = {name: base for name, base in adapters.items() if name in spec.models}
     return tuple(name for name in spec.models if name not in chosen), chosen
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
 
 
 def _context_length(said: _Models) -> int | None:

@@ -449,3 +449,15 @@ async def test_a_cache_size_that_can_be_none_is_not_known(said: int) -> None:
     info = json.loads(answers["/server_info"][1]) | {"page_size": 16, "max_total_num_tokens": said}
     answers["/server_info"] = (200, json.dumps(info))
     assert (await probed(answers, spec())).kv_blocks is None
+
+
+async def test_a_worker_that_names_more_models_than_can_be_pools_is_told_to_choose() -> None:
+    answers = answers_of("vllm-0.32.0")
+    names = [f"m{number}" for number in range(5000)]
+    answers["/v1/models"] = (200, json.dumps({"data": [{"id": name, "owned_by": "vllm"} for name in names]}))
+    with pytest.raises(ProbeFailed, match="names 5000 models, more than 4096; set models of this worker"):
+        await probed(answers, spec())
+    assert (await probed(answers, spec(models=("m7", "m8")))).models == ("m7", "m8")
+    with pytest.raises(ProbeFailed, match=r"serves m0, m1, .*, m19, \.\.\., but models says other") as told:
+        await probed(answers, spec(models=("other",)))
+    assert len(str(told.value)) < 500
