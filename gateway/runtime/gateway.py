@@ -71,8 +71,8 @@ _LOOK_S = 0.05
 _TOKENIZE_THREADS = 2
 """Threads that tokenise new text; the tokenizer runs outside the interpreter lock."""
 _EVENT_SOCKETS = 5 * MAX_WORKERS
-"""A feed takes three (the subscription and both ends of its monitor), a replay one more; the library's own limit of
-1,023 is reached at 341 workers."""
+"""A feed takes three (the subscription and both ends of its monitor), its replay and a load socket one each; the
+library's own limit of 1,023 is reached at 204 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
