@@ -51,8 +51,9 @@ _STABLE_LEAST: Final = 8
 _SHARED: Final = 2.0
 """Prompts that must have parted at a cut for it to be worth naming: a chat that goes on is no reuse by others."""
 
-_KEPT: Final = 16
-"""Prompts looked at in one go, 50 us; one alone costs four times as much: the processor has forgotten the code."""
+_KEPT: Final = 4
+"""Prompts looked at in one go. One alone costs four times as much, since the processor has forgotten the code; new ones
+take 50 us each, and more of them at once would hold up others."""
 
 _ROUNDS: Final = 8
 """Cuts looked at to find one that can go; then the next one goes."""
