@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 the command ran and found a failure, 2 wrong usage or conf
 
 from __future__ import annotations
 
+import platform
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +36,32 @@ app.add_typer(config_commands, name="config")
 def main() -> None:
     """Entry point of the command."""
     app()
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        from gateway.runtime.interpreter import is_compiled
+
+        form = "compiled" if is_compiled() else "not compiled"
+        typer.echo(f"kvgate {metadata.version('kvgate')} ({form}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+@app.callback()
+def kvgate(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_tell_version,
+            help="Release, whether the modules on the way of a request are compiled, and Python's release.",
+        ),
+    ] = False,
+) -> None:
+    """Cache-aware, OpenAI-compatible gateway in front of vLLM and SGLang workers."""
 
 
 @app.command()

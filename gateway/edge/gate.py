@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from gateway.admission import AdmissionSettings
 from gateway.edge.auth import Keys
 from gateway.edge.hedge import HedgeRules
+from gateway.edge.locate import Hasher
 from gateway.edge.responses import Cors
 from gateway.edge.turns import Turns
 from gateway.errors import BadRequest
-from gateway.prefix import PromptHasher
 from gateway.records import Endpoint, Outcome, Trace, WorkerSpec
 from gateway.router import Router
 from gateway.upstream.connections import Timeouts
@@ -135,7 +135,7 @@ class Edge:
         self,
         *,
         router: Router,
-        hashers: Callable[[str], PromptHasher | None],
+        hashers: Callable[[str], Hasher | None],
         upstream: Upstream,
         executor: Executor,
         clock: Callable[[], float],

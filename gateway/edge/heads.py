@@ -7,6 +7,8 @@ that is missing or given twice, and HTTP/1.0 with chunks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import httptools
 
 from gateway.edge.responses import UnsupportedCoding
@@ -49,7 +51,7 @@ def endpoint_of(url: bytes) -> tuple[Endpoint | None, bytes]:
     if endpoint is not None:
         return endpoint, url
     try:
-        parsed = httptools.parse_url(url)
+        parsed: Any = httptools.parse_url(url)  # its types promise bytes where it has None
     except httptools.HttpParserInvalidURLError as error:
         raise BadRequest("the request target is not a valid URL", code="invalid_http") from error
     path = parsed.path or b"/"

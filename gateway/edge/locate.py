@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.pool import Pool
 from gateway.prefix import KnownPrompts, tellable
@@ -16,6 +16,39 @@ if TYPE_CHECKING:
 
 _BYTES_A_TOKEN = 4
 """For the load estimate of a prompt whose tokens nobody can know."""
+
+
+class PrefixWork(Protocol):
+    """What it takes to find the blocks of one prompt; see `gateway.prefix.PrefixWork`."""
+
+    @property
+    def pending(self) -> bool:
+        """`encode` has to run, in a thread, before `blocks`."""
+
+    def encode(self) -> None:
+        """Tokenise."""
+
+    def blocks(self) -> PrefixBlocks:
+        """What was found."""
+
+
+class Hasher(Protocol):
+    """Finds the prefix blocks of a model's requests; see `gateway.prefix.PromptHasher`."""
+
+    @property
+    def known(self) -> KnownPrompts | None:
+        """What an engine has told of prompts, where tokens are not found here."""
+
+    def begin(
+        self,
+        request: InferenceRequest,
+        *,
+        block_size: int,
+        adapter: str | None,
+        bytes_a_token: float,
+        reads_extra_key: bool,
+    ) -> PrefixWork:
+        """Begin with a prompt."""
 
 
 async def locate(

@@ -44,6 +44,7 @@ from gateway.runtime import parts
 from gateway.runtime.access import KeysInForce, key_table
 from gateway.runtime.files import FileWatch
 from gateway.runtime.health import HealthWatch
+from gateway.runtime.interpreter import is_compiled
 from gateway.runtime.models import Tokenizers
 from gateway.runtime.readings import GatewayReadings
 from gateway.runtime.refresh import Refresh
@@ -235,7 +236,13 @@ class Gateway:
             url_of(client_socket, server.host, tls=tls is not None),
             url_of(admin_socket, server.admin_host, tls=admin_tls is not None),
         )
-        self._log.info("listening", url=self.ports.url, admin=self.ports.admin_url, policy=settings.routing.policy)
+        self._log.info(
+            "listening",
+            url=self.ports.url,
+            admin=self.ports.admin_url,
+            policy=settings.routing.policy,
+            compiled=is_compiled(),
+        )
         return self.ports
 
     @property

@@ -13,6 +13,8 @@ from __future__ import annotations
 import gc
 import sys
 
+from gateway import router
+
 _YOUNG = 50_000
 """Allocations between two collections of the youngest generation: some hundred requests instead of about three."""
 _MIDDLE, _OLD = 20, 100
@@ -20,6 +22,11 @@ _MIDDLE, _OLD = 20, 100
 
 _TURN_S = 0.0005
 """A tenth of the usual; a change of turns costs some 20 us, and there are some only while a thread has such work."""
+
+
+def is_compiled() -> bool:
+    """Whether the modules that every request passes are compiled here (`setup.py`)."""
+    return not router.__file__.endswith(".py")
 
 
 def tune_interpreter() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gateway.records import Result
+from gateway.records import PrefixBlocks, Result
 from gateway.upstream.connections import Timeouts
 from tests.integration.relay_rig import PATIENCE_S, ask, both_loops, post, relay, silent, until
 
@@ -148,11 +148,13 @@ class _SlowWork:
         self._began.set()
         assert self._go.wait(PATIENCE_S)
 
-    def blocks(self) -> None:
+    def blocks(self) -> PrefixBlocks:
         raise AssertionError("the request has ended")
 
 
 class _SlowHasher:
+    known = None
+
     def __init__(self) -> None:
         self.go = threading.Event()
         self.began = threading.Event()
@@ -164,7 +166,7 @@ class _SlowHasher:
 @both_loops
 async def test_while_its_prompt_is_tokenised() -> None:
     hasher = _SlowHasher()
-    async with relay(silent, hasher=hasher) as r:  # type: ignore[arg-type]  # stands for a PromptHasher
+    async with relay(silent, hasher=hasher) as r:
         client = await r.client()
         client.send(post(ask()))
         await until(hasher.began.is_set)

@@ -31,6 +31,10 @@ DONE = b"data: [DONE]\n\n"
 OK = b'{"id":"1","choices":[]}'
 
 
+_OF_A_REQUEST = ("Exchange._run", "_Runner.run", "_run_Exchange_gen", "run__Runner_gen")
+"""Names of its coroutines, as Python has them and as mypyc gives them."""
+
+
 class Cutter:
     """A task factory that counts how often the tasks of a request wait, and acts once, at the time number `at`."""
 
@@ -42,7 +46,7 @@ class Cutter:
 
     def factory(self, loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:
         """For `loop.set_task_factory`."""
-        if coro.__qualname__ in ("Exchange._run", "_Runner.run"):
+        if getattr(coro, "__qualname__", type(coro).__name__) in _OF_A_REQUEST:
             coro = _awaited(_watched(coro, self._waits))
         return asyncio.Task(coro, loop=loop, **more)
 
@@ -168,7 +172,7 @@ def _both_fail() -> Sequence[Script]:
 async def _cut_at(at: int, cut: Callable[[RelayRig], None], way: Way) -> tuple[bool, int]:
     """One request, cut at the `at`-th wait; (whether it waited so often, promises seen at that moment)."""
     limits, hedges = EdgeLimits(inline_parse_bytes=0), HedgeRules(0.95, 0.02) if way.late else None
-    async with relay(*way.scripts(), hasher=_Hasher(), limits=limits, hedges=hedges) as r:  # type: ignore[arg-type]
+    async with relay(*way.scripts(), hasher=_Hasher(), limits=limits, hedges=hedges) as r:
         index, loop = r.router._index, asyncio.get_running_loop()
         for worker in r.fleet.workers.values():
             index.bind(worker.slot, block_size=16)

@@ -43,14 +43,14 @@ def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
     assert re.search(r"^USER 65532:65532$", last, re.MULTILINE)
     assert re.search(r'^ENTRYPOINT \["kvgate"\]$', last, re.MULTILINE)
     assert "HEALTHCHECK" in last
-    assert " pip install" not in last, "the second stage installs nothing"
+    assert "pip install" not in last, "the last stage installs nothing"
 
 
 def test_the_package_holds_what_it_needs_without_the_checkout(tmp_path: Path) -> None:
     """The last build step: a wheel of the code alone, started elsewhere."""
     source = tmp_path / "src"
     source.mkdir()
-    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "gateway", source / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
     # As pip does it, without the environment of its own that pip fetches for each build.
@@ -73,6 +73,23 @@ def test_the_package_holds_what_it_needs_without_the_checkout(tmp_path: Path) ->
     )
     assert "simulated" in done.stdout, done.stderr
     assert (target / "gateway" / "sim" / "model" / "tokenizer.json").is_file()
+
+
+def test_what_a_build_compiles_exists_and_a_wrong_wish_is_named(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    listed = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(*setup.compiled_paths())"
+    paths = subprocess.run([sys.executable, "-c", listed], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert "gateway/router.py" in paths.stdout.split()
+    assert all((ROOT / path).is_file() for path in paths.stdout.split())
+    wrong = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={"KVGATE_COMPILED": "yes"},
+    )
+    assert (wrong.returncode, wrong.stderr.strip()) == (1, "KVGATE_COMPILED is 'yes'; it can be 1 or quick")
 
 
 def _documents() -> list[tuple[str, dict[str, Any]]]:

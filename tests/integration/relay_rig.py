@@ -33,10 +33,10 @@ from gateway.edge import (
     client_protocol,
     request_id_maker,
 )
+from gateway.edge.locate import Hasher
 from gateway.kv import KvIndex
 from gateway.policy import make_policy
 from gateway.pool import Fleet
-from gateway.prefix import PromptHasher
 from gateway.records import EngineKind, Outcome, WorkerFacts, WorkerId, WorkerSpec
 from gateway.router import Router
 from gateway.upstream.connections import Timeouts
@@ -361,7 +361,7 @@ async def relay(
     timeouts: Timeouts | None = None,
     receipts: bool = True,
     ask_usage: bool = True,
-    hasher: PromptHasher | None = None,
+    hasher: Hasher | None = None,
     keep_alive_s: int = 30,
     keys: Keys | None = None,
     tenant_salt: bool = False,

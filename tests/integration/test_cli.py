@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -16,6 +18,7 @@ import pytest
 
 from gateway.config import read_keys
 from gateway.credentials import key_hash
+from gateway.runtime.interpreter import is_compiled
 from tests.integration.processes import KVGATE, PATIENCE_S, Program, Served, engine, gateway
 
 BODY = {
@@ -176,6 +179,12 @@ def test_a_killed_worker_takes_its_own_streams_only() -> None:
         assert "kvgate_task_restarts_total 0" in metrics
         served.program.process.send_signal(signal.SIGTERM)
         assert served.program.ended() == 0
+
+
+def test_version_says_what_runs() -> None:
+    said = subprocess.run([*KVGATE, "--version"], capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+    form = "compiled" if is_compiled() else "not compiled"
+    assert said == f"kvgate {metadata.version('kvgate')} ({form}, Python {platform.python_version()})\n"
 
 
 def test_demo_prints_figures(tmp_path: Path) -> None:

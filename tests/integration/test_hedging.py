@@ -409,6 +409,7 @@ async def test_no_request_is_left_for_the_collector() -> None:
         assert not left & {"Attempts", "Exchange", "Lease", "Race", "_Runner", "frame", "InferenceRequest"}
 
 
+@pytest.mark.source_only
 @both_loops
 async def test_a_bug_in_beginning_the_second_copy_costs_no_lease(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

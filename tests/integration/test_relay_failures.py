@@ -708,6 +708,7 @@ async def test_an_event_stream_that_has_no_body_gets_none(sent: str, got: int) -
         await until(r.quiet)
 
 
+@pytest.mark.source_only
 @both_loops
 @pytest.mark.parametrize("how", ["at once", "body later", "stream"])
 async def test_a_bug_in_what_follows_from_the_first_byte_costs_no_answer_and_no_lease(
@@ -738,6 +739,7 @@ async def test_a_bug_in_what_follows_from_the_first_byte_costs_no_answer_and_no_
     assert "seeded bug" in caplog.text
 
 
+@pytest.mark.source_only
 @both_loops
 async def test_a_bug_in_beginning_a_request_that_has_waited_ends_it_and_costs_no_lease(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -766,6 +768,7 @@ async def test_a_bug_in_beginning_a_request_that_has_waited_ends_it_and_costs_no
     assert "seeded bug" in caplog.text
 
 
+@pytest.mark.source_only
 @both_loops
 async def test_a_bug_in_ending_an_attempt_costs_the_next_one_no_lease(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -300,6 +300,7 @@ def test_a_worker_that_joins_is_used_by_the_next_pump() -> None:
     assert waiting.where() == "w1"
 
 
+@pytest.mark.source_only
 def test_a_change_of_the_ready_workers_is_worked_off_in_steps_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty wait for the worker that holds their prompt; behind them is one for the worker that comes."""
     hall = Hall(2)

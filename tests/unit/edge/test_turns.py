@@ -17,6 +17,7 @@ from gateway.pool import Fleet
 from gateway.router import Router
 
 
+@pytest.mark.source_only
 async def test_a_pump_that_fails_is_logged_and_pumps_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "_AGAIN_S", 0.01)
     rng = Random(1)

@@ -539,6 +539,7 @@ def test_speculative_blocks_count_until_they_are_retracted(index: KvIndex) -> No
     assert index.stats().speculative == 0
 
 
+@pytest.mark.source_only
 def test_a_run_goes_on_through_promises_whose_keys_nobody_entered() -> None:
     """At any place of any chain, whatever was announced or taken back before, it ends where one by one they would."""
     rng = random.Random(5)

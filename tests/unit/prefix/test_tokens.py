@@ -59,6 +59,7 @@ def test_a_tokenizer_that_looks_across_is_never_cut(whole_words_tokenizer: Token
     assert prompts.encode_cut("a word<|start|>b") == list(prompts.encode(["a word<|start|>b"])[0])
 
 
+@pytest.mark.source_only
 def test_a_failed_proof_means_no_cutting(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if some future library joined tokens across a boundary."""
     monkeypatch.setattr(PromptTokenizer, "encode_cut", lambda self, text: [0])
