@@ -22,7 +22,7 @@ pool: adapters crew eligible evidence fleet health hedging misses pool rates reg
 prefix: chains hasher known messages run template text tokens
 api: asking pieces request
 edge: attempts body exchange gate heads hedge locate notes relay turns
-upstream: connections deadlines headers http members membership
+upstream: connection connections deadlines headers http members membership
 telemetry: requests
 """
 """Left as they are, though requests pass them: classes that mypyc cannot make (of msgspec, of asyncio, exceptions with

@@ -72,8 +72,9 @@ class StaleConnection(Exception):
     """A kept connection was closed by the worker before any byte of an answer: the request may go out again."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection; made by `WorkerConnections`, used through `http.UpstreamStream`."""
+class Connection:
+    """One connection; made by `WorkerConnections`, used through `http.UpstreamStream`. For the loop it is an
+    `asyncio.Protocol`, without that class as its base: so it can be compiled (`setup.py`)."""
 
     __slots__ = (
         "_between_chunks",
@@ -277,6 +278,9 @@ class Connection(asyncio.Protocol):
             self._finish(self._clock())
         elif pieces:
             self._deliver(self._sink)
+
+    def eof_received(self) -> None:
+        """The worker sends no more: closed, then."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._owner.lost(self)

@@ -12,6 +12,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import urlsplit
 
 from gateway.errors import DeadlineExceeded, WorkerUnreachable
@@ -115,8 +116,8 @@ class WorkerConnections:
             within_s = self.timeouts.connect_s
         try:
             async with asyncio.timeout(min(within_s, total_at - self.clock())):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self),
+                _, made = await loop.create_connection(
+                    lambda: cast(asyncio.Protocol, Connection(self)),
                     self._host,
                     self._port,
                     ssl=self._tls,
@@ -128,6 +129,7 @@ class WorkerConnections:
             raise WorkerUnreachable("the worker did not accept a connection in time", code="connect_timeout") from error
         except OSError as error:
             raise WorkerUnreachable("no connection to the worker") from error
+        connection = cast(Connection, made)
         self._open.add(connection)
         return connection
 

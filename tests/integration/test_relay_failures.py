@@ -813,6 +813,7 @@ async def test_an_answer_that_is_nested_without_end_is_passed_on_and_costs_no_le
     assert "bug" not in caplog.text
 
 
+@pytest.mark.source_only
 @both_loops
 async def test_a_bug_in_reading_the_usage_costs_no_lease(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
