@@ -86,11 +86,11 @@ class Kind(Protocol):
         ...
 
     def page(self, body: bytes) -> Page:
-        """A list. Raises msgspec.MsgspecError."""
+        """A list. Raises what `UNREADABLE` names."""
         ...
 
     def event(self, line: bytes) -> Happened:
-        """A line of a watch. Raises msgspec.MsgspecError."""
+        """A line of a watch. Raises what `UNREADABLE` names."""
         ...
 
 

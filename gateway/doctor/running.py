@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway import findings as table
+from gateway.errors import UNREADABLE
 from gateway.records import Finding, Severity, WorkerId, WorkerSpec
 from gateway.upstream.load_text import read_series
 
@@ -109,7 +110,7 @@ def read_gateway(workers: bytes, metrics: bytes) -> GatewaySeen:
     """From the answers of `/admin/workers` and `/metrics`."""
     try:
         said = msgspec.json.decode(workers, type=_Workers)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         return unseen(f"/admin/workers answered something unexpected ({error}); is this kvgate's admin port?")
     findings: dict[WorkerId, list[Finding]] = {}
     specs: dict[WorkerId, WorkerSpec] = {}

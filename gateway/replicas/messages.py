@@ -23,6 +23,7 @@ from msgspec import Meta
 from xxhash import xxh3_64_intdigest
 
 from gateway.discovery.roster import address_of
+from gateway.errors import UNREADABLE
 from gateway.records import BlockKey, WorkerSpec
 
 VERSION: Final = 1
@@ -135,7 +136,7 @@ def decode(payload: bytes) -> Message:
         raise Refused("version" if payload else "malformed")
     try:
         message = _decode(memoryview(payload)[1:])
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise Refused("malformed") from error
     keys = [chain.keys for placement in message.placed for blocks in placement.blocks for chain in blocks.chains]
     if sum(map(len, keys)) > 8 * MAX_KEYS:

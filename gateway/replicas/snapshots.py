@@ -119,7 +119,7 @@ def decode_rank(value: bytes | None) -> RankSnapshot | None:
             )
             for tier in rank.tiers
         )
-    except ValueError:  # msgspec's too
+    except (ValueError, RecursionError):  # msgspec's are ValueErrors
         return None
     return RankSnapshot(
         rank.started_unix,
@@ -139,7 +139,7 @@ def decode_speeds(value: bytes | None) -> Speeds | None:
         return None
     try:
         return _decode_speeds(memoryview(value)[1:])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

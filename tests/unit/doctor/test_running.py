@@ -111,7 +111,7 @@ def test_ranks_of_one_server_are_checked_once() -> None:
     assert "no connection" in seen.findings[WorkerId("w2")][0].message
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b'{"workers": [{"id": 1}]}'])
+@pytest.mark.parametrize("answer", [b"<html>", b'{"workers": [{"id": 1}]}', b'{"a": ' + b"[" * 100_000])
 def test_an_answer_that_is_none(answer: bytes) -> None:
     seen = read_gateway(answer, b"")
     assert seen.problem is not None

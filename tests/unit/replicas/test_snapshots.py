@@ -137,6 +137,10 @@ def test_bytes_that_are_none_of_ours() -> None:
     broken = [None, b"", b"\x02" + good[1:], good[:-1], good + b"x", b"\x01\xc0", bytes(rng.randbytes(200))]
     assert all(decode_rank(value) is None for value in broken)
     assert all(decode_speeds(value) is None for value in broken)
+    nested = b"\x91" * 100_000 + b"\xc0"  # in a field more than is known
+    assert good[1] == 0x9B
+    assert decode_rank(good[:1] + b"\x9c" + good[2:] + nested) is None
+    assert decode_speeds(good[:1] + b"\x93\x80\x80" + nested) is None
     for _ in range(300):
         at = rng.randrange(1, len(good))
         decode_rank(good[:at] + rng.randbytes(1) + good[at + 1 :])  # never raises
