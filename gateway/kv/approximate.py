@@ -199,7 +199,7 @@ class ApproximateBlocks:
     # ------------------------------------------------------------------ inside
 
     def _fit(self, learned: Learned, most: int, now: float) -> None:
-        """Rule 4, at most `most` blocks."""
+        """Rule 3, at most `most` blocks."""
         too_old = now - self.settings.ttl_s
         left = most
         while left > 0:
@@ -248,8 +248,8 @@ class ApproximateBlocks:
     def _clear(self, bit: int, keys: Sequence[BlockKey]) -> None:
         masks = self._masks
         for key in keys:
-            mask = masks[key]
+            mask = masks.get(key, 0)
             if mask == bit:
                 del masks[key]
-            else:
+            elif mask & bit:  # else another replica has told it twice, in what is no chain
                 masks[key] = mask ^ bit

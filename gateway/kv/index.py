@@ -33,7 +33,7 @@ from gateway.kv.overlap import Overlaps
 from gateway.kv.preview import Preview
 from gateway.kv.runs import run_on, run_within
 from gateway.kv.snapshot import RankBlocks, putting_back, taken
-from gateway.kv.speculation import Part, Promises, Speculation, SpeculativeBlocks
+from gateway.kv.speculation import ChainTail, Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, RankTable, WorkerTable
 from gateway.kv.truncation import Truncation, blocks_within
 from gateway.kv.windows import Windows
@@ -373,7 +373,7 @@ class KvIndex:
         if worker is None:
             return Speculation(None, [])
         parts: list[Part] = []
-        chain = [BlockKey(-1)] * first + list(keys)  # what was not told is no key: they are unsigned
+        chain = ChainTail(first, keys) if first else keys
         run = run_within(chain, first, worker.promises, self._placement.masks[0], self._speculative.heads)
         self._speculative.promise(worker.promises, chain, run, parts, first=first)
         return Speculation(worker.promises, parts)

@@ -23,13 +23,45 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from sys import getsizeof
-from typing import Final
+from typing import Final, overload
 
 from gateway.records import BlockKey
 
 _KEY_BYTES: Final = 40  # a Python int and its place in a list
 
+_NO_KEY: Final = BlockKey(-1)
+
 _LOOKED_AT: Final = 32  # keys compared in one go at either end; then twice as many
+
+
+class ChainTail(Sequence[BlockKey]):
+    """A chain of which only the end is known, from block `first` on. What lies before is no key: they are unsigned."""
+
+    __slots__ = ("_first", "_keys")
+
+    def __init__(self, first: int, keys: Sequence[BlockKey]) -> None:
+        self._first = first
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return self._first + len(self._keys)
+
+    @overload
+    def __getitem__(self, at: int) -> BlockKey: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[BlockKey]: ...
+    def __getitem__(self, at: int | slice) -> BlockKey | Sequence[BlockKey]:
+        first = self._first
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            if start >= first and step == 1:
+                return self._keys[start - first : max(start, stop) - first]
+            return [self[number] for number in range(start, stop, step)]
+        if at < 0:
+            at += len(self)
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        return self._keys[at - first] if at >= first else _NO_KEY
 
 
 class Stretch:
@@ -146,10 +178,15 @@ class Promises:
 
     def covering(self, keys: Sequence[BlockKey], at: int, *, first: int = 0) -> Stretch | None:
         """The stretch that holds key `at` of a chain, anywhere; keys of the chain before `first` are not known."""
-        for start, here in self._starts.items():
+        if first:
+            # Others may begin where nothing is known of this chain, and there may be thousands.
+            holder = self._keys().get(keys[at])
+            known = holder is not None and holder.start <= at < holder.end
+            return holder if known and holder is not None and holder.chain[at - holder.base] == keys[at] else None
+        for start in self._starts:
             if start <= at:
-                # By its first key, where that is known: of one worker at most one has it.
-                for stretch in self._heads.get(keys[start], ()) if start >= first else here:
+                # By its first key: of one worker at most one has it.
+                for stretch in self._heads.get(keys[start], ()):
                     if stretch.bit == self.bit and at < stretch.end and stretch.chain[at - stretch.base] == keys[at]:
                         return stretch
         return None
@@ -159,7 +196,12 @@ class Promises:
         mostly none."""
         found: list[Stretch] = []
         # Where the run was not asked for (`KvIndex.overlap` hides workers), one may begin right at its end.
-        for start in sorted(start for start in self._starts if run <= start < len(keys)):
+        starts, total = self._starts, len(keys)
+        if total - run < len(starts):
+            there = [start for start in range(run, total) if start in starts]
+        else:
+            there = sorted([start for start in starts if run <= start < total])
+        for start in there:
             found += [stretch for stretch in self._heads.get(keys[start], ()) if stretch.bit == self.bit]
         return found
 

@@ -203,6 +203,8 @@ class Peers:
         count = 0
         for keys in entries:
             for chain in keys.chains:
+                if not chain.keys:
+                    continue
                 unpacked = unpack_keys(chain.keys)
                 count += len(unpacked)
                 speculations.append(self._index.speculate_end(worker.slot, unpacked, chain.first))

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -350,3 +356,68 @@ def test_news_that_nobody_takes_give_way_to_a_full_state() -> None:
     assert lost == [True, False]
     (peer,) = there.peers.peers.values()
     assert len(peer.open) == 4
+
+
+# ---------------------------------------------------------------- what a message may cost
+
+
+def ends(count: int, first: Callable[[int], int]) -> tuple[Site, Message]:
+    """Placements of one block each, which are told from block `first` on."""
+    there = Site(2, workers=1)
+    worker = worker_key(there.worker(0).spec)
+    told = [[ChainEnd(first(at), 48, pack_keys([BlockKey(at + 10)]))] for at in range(count)]
+    return there, Message(7, 1, placed=[Placement(at, worker, False, [Keys(False, SIZE, 48, told[at])])
+                                        for at in range(count)])  # fmt: skip
+
+
+def test_what_lies_before_the_blocks_that_are_told_takes_no_room() -> None:
+    there, message = ends(200, lambda _: 1 << 20)
+    tracemalloc.start()
+    try:
+        there.peers.hear(message, 1.0)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert there.index.stats().speculative == 200
+    assert most < 1 << 20
+
+
+@pytest.mark.source_only
+@pytest.mark.parametrize("first", [lambda at: 1 + at, lambda at: 5000 - at, lambda at: 1 + at // 300])
+def test_a_placement_costs_the_same_however_many_there_are(first: Callable[[int], int]) -> None:
+    def lines(count: int) -> int:
+        there, message = ends(count, first)
+        ran = 0
+
+        def count_line(_frame: FrameType, event: str, _what: object) -> Any:
+            nonlocal ran
+            ran += event == "line"
+            return count_line
+
+        before = sys.gettrace()
+        sys.settrace(count_line)
+        try:
+            there.peers.hear(message, 1.0)
+        finally:
+            sys.settrace(before)
+        return ran
+
+    assert lines(600) < 2.5 * lines(300)
+
+
+def test_a_chain_that_is_not_one_is_forgotten_like_any_other() -> None:
+    there = Site(2, workers=1, announcing=False)
+    worker = worker_key(there.worker(0).spec)
+    doubled = [Keys(False, SIZE, 48, [ChainEnd(0, 48, pack_keys([BlockKey(7)] * 3))])]
+    crossed = [Keys(False, SIZE, 48, [ChainEnd(0, 48, pack_keys([BlockKey(8), BlockKey(7)]))])]
+    placed = [Placement(at, worker, True, blocks) for at, blocks in enumerate((doubled, crossed, doubled))]
+    there.peers.hear(Message(7, 1, placed=placed, prefilled=[0, 1, 2]), 1.0)
+    there.index.expire(1e6)
+    assert there.index.learned(there.worker(0).slot) == 0
+    assert [there.index.holders(BlockKey(key)) for key in (7, 8)] == [0, 0]
+
+
+def test_what_is_nested_without_end_is_malformed() -> None:
+    later = bytes([0x9C, 7, 1, 0xC2, 0xC2, 0xC2, *[0x90] * 6]) + b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(Refused, match="malformed"):
+        decode(encode(Message(7, 1))[:1] + later)
