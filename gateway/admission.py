@@ -9,8 +9,8 @@ Rules:
    has room. That costs two comparisons. All others get a ticket.
 2. For waits, requests are held only when the policy thinks in seconds and the pool's speeds have been learned; for
    room, always. Before speeds are learned a wait is a guess, and holding would make every fleet as slow as the guess.
-3. Deciding, reserving and telling the waiter is one synchronous step. A ticket is told once: its lease, or an error; a
-   cancelled one is told nothing and leaves nothing behind.
+3. Deciding, reserving and telling the waiter is one synchronous step. A ticket is told once: its lease, or an error, be
+   it a bug in placing it; a cancelled one is told nothing and leaves nothing behind.
 4. `pump` lets go whoever may go. Who calls it is outside: `wake` asks for a call soon, its result says when to call at
    the latest. While anybody waits that is within `_LOOK_AGAIN_S`, so a worker that joins, a poll, a change of state
    needs no word of its own.
@@ -88,8 +88,8 @@ class Waiter(Protocol):
     def placed(self, lease: Lease) -> None:
         """Its worker is reserved; from now on the lease is the waiter's."""
 
-    def refused(self, error: GatewayError) -> None:
-        """It waits no longer."""
+    def refused(self, error: Exception) -> None:
+        """It waits no longer. No GatewayError: a bug."""
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +277,12 @@ class Admission:
             ticket, choice = found
             line.served(ticket, choice.new_tokens, now)
             self._told(ticket)
-            ticket.waiter.placed(self._router.reserve(choice, ticket.request, ticket.blocks, now))
+            try:
+                lease = self._router.reserve(choice, ticket.request, ticket.blocks, now)
+            except Exception as bug:  # noqa: BLE001  it is told, and the others that wait go on
+                ticket.waiter.refused(bug)
+            else:
+                ticket.waiter.placed(lease)
 
     def _next(self, pool: Pool, line: Line[Ticket], passed: set[int], now: float) -> tuple[Ticket, Choice] | None:
         """The first ticket whose best worker can take it, and that decision. `passed` are those that have none."""

@@ -107,12 +107,22 @@ class Ledger:
     ) -> Booking:
         self.open += 1
         self._fleet.reserve(worker, reservation, now)
-        speculation = self._index.speculate(worker.slot, blocks, overlaps) if blocks.chains else None
-        beside = self._index.speculate(worker.slot, blocks.text) if blocks.text is not None else None
-        booking = Booking(worker, reservation, speculation, blocks, beside)
-        if self.watcher is not None:
-            self.watcher.placed(booking)
+        booking = Booking(worker, reservation, None, blocks)
+        try:
+            if blocks.chains:
+                booking.speculation = self._index.speculate(worker.slot, blocks, overlaps)
+            if blocks.text is not None:
+                booking.beside = self._index.speculate(worker.slot, blocks.text)
+            if self.watcher is not None:
+                self.watcher.placed(booking)
+        except Exception:
+            self.cancel(booking, now)
+            raise
         return booking
+
+    def cancel(self, booking: Booking, now: float) -> None:
+        """A bug has kept it from becoming a lease: nobody else could close it."""
+        self.close(booking, Ending(Result.REFUSED, 0, now), credited=False)
 
     def prefilled(self, booking: Booking, now: float) -> bool:
         """True when it made good for a failure of the worker."""

@@ -26,7 +26,7 @@ from gateway.checks import Checks
 from gateway.errors import BadRequest, NoWorker, UnknownModel
 from gateway.insight import PrefixInsight
 from gateway.kv import KvIndex, Overlaps
-from gateway.leases import Lease, Ledger, Recent, Watcher, answers
+from gateway.leases import Booking, Lease, Ledger, Recent, Watcher, answers
 from gateway.policy import LEADING_TOKENS, Ask, Candidates, Policy, Scores
 from gateway.pool import (
     SLOW,
@@ -240,33 +240,11 @@ class Router:
         if worker.slowdown > SLOW and self.policy.wait_weight:
             charge(worker, choice.candidates, rates.prefill_s(choice.new_tokens, reservation.cached_tokens), now)
         booking = self._ledger.book(worker, reservation, blocks, choice.overlaps, now)
-        decision = choice.decision
-        if beside is not None:
-            decision = structs.replace(decision, beside=beside.worker.id, affinity=_beside(decision.affinity))
-        else:
-            rates.learn_prompt(blocks.tokens)
-        if choice.idle_s and decision.predicted_tokens < decision.available_tokens:
-            rates.settled_s = rates.waited_s  # a prefix is brought to an idle worker: that has to be earned again
-        if rates.regretted:
-            pay(choice.candidates, choice.scores.costs, choice.at)
-        if decision.shard != decision.home_shard:
-            choice.pool.spilled += 1
-        if first is None:
-            choice.pool.retries.request(now)
-        if request.session is not None and beside is None:
-            self.pin(request.session, worker, now)
-        record = Recent(decision)
-        self._recent.append(record)
-        basis = self._checks.basis(
-            worker,
-            decision,
-            blocks,
-            booking.speculation,
-            slow=choice.slow,
-            text=choice.text,
-            instead_of=None if first is None else first.basis,
-        )
-        return Lease(self._ledger, self._checks, booking, request, choice.pool, record, basis)
+        try:
+            return self._lease(choice, request, blocks, now, booking, first=first, beside=beside)
+        except Exception:
+            self._ledger.cancel(booking, now)
+            raise
 
     def pin(self, session: str, worker: Worker, now: float) -> None:
         """The latest request of a session is with this worker."""
@@ -360,6 +338,47 @@ class Router:
             text,
             overlaps,
         )
+
+    def _lease(
+        self,
+        choice: Choice,
+        request: InferenceRequest,
+        blocks: PrefixBlocks,
+        now: float,
+        booking: Booking,
+        *,
+        first: Lease | None,
+        beside: Lease | None,
+    ) -> Lease:
+        """What else a decision changes, and who holds it."""
+        worker, rates = choice.worker, choice.pool.rates
+        decision = choice.decision
+        if beside is not None:
+            decision = structs.replace(decision, beside=beside.worker.id, affinity=_beside(decision.affinity))
+        else:
+            rates.learn_prompt(blocks.tokens)
+        if choice.idle_s and decision.predicted_tokens < decision.available_tokens:
+            rates.settled_s = rates.waited_s  # a prefix is brought to an idle worker: that has to be earned again
+        if rates.regretted:
+            pay(choice.candidates, choice.scores.costs, choice.at)
+        if decision.shard != decision.home_shard:
+            choice.pool.spilled += 1
+        if first is None:
+            choice.pool.retries.request(now)
+        if request.session is not None and beside is None:
+            self.pin(request.session, worker, now)
+        record = Recent(decision)
+        self._recent.append(record)
+        basis = self._checks.basis(
+            worker,
+            decision,
+            blocks,
+            booking.speculation,
+            slow=choice.slow,
+            text=choice.text,
+            instead_of=None if first is None else first.basis,
+        )
+        return Lease(self._ledger, self._checks, booking, request, choice.pool, record, basis)
 
     def _may_have(self, pool: Pool, home: WorkerId | None) -> bool:
         """Whether a session's worker may get requests of this pool now."""

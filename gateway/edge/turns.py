@@ -13,7 +13,6 @@ from typing import Final
 import structlog
 
 from gateway.admission import Admission, AdmissionSettings
-from gateway.errors import GatewayError
 from gateway.leases import Lease
 from gateway.router import Router
 
@@ -76,9 +75,11 @@ class Turn:
             if self._done is not None and not self._done.done():
                 self._done.set_result(None)
 
-    def refused(self, error: GatewayError) -> None:
-        """From the admission, to whoever waits."""
-        if self._done is not None and not self._done.done():
+    def refused(self, error: Exception) -> None:
+        """From the admission, to whoever waits; raised where it is still being asked for its turn."""
+        if self._done is None:
+            raise error
+        if not self._done.done():
             self._done.set_exception(error)
 
     def wait(self) -> asyncio.Future[None]:

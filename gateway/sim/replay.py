@@ -121,7 +121,7 @@ class _Waiter:
     def placed(self, lease: Lease) -> None:
         self.replay.begin(self.turn, lease, self.arrived_at)
 
-    def refused(self, error: GatewayError) -> None:
+    def refused(self, error: Exception) -> None:
         self.replay.turn_away(self.turn)
 
 

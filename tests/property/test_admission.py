@@ -45,7 +45,7 @@ class Asker:
     def __init__(self, machine: Hall) -> None:
         self.machine = machine
         self.lease: Lease | None = None
-        self.error: GatewayError | None = None
+        self.error: Exception | None = None
         self.ticket: Ticket | None = None
         self.cancelled = False
         self.since = machine.now
@@ -55,7 +55,7 @@ class Asker:
         self.lease = lease
         self.machine.open.append(self)
 
-    def refused(self, error: GatewayError) -> None:
+    def refused(self, error: Exception) -> None:
         assert (self.lease, self.error, self.cancelled) == (None, None, False)
         self.error = error
 

@@ -12,9 +12,9 @@ import pytest
 
 from gateway.admission import Admission, AdmissionSettings, Ticket, WaitsFor
 from gateway.errors import DeadlineExceeded, GatewayError, NoWorker, QueueFull, QueueTimeout
-from gateway.leases import Lease
+from gateway.leases import Booking, Lease
 from gateway.policy import make_policy
-from gateway.pool import FleetSettings, InterTokenRates, PrefillRates
+from gateway.pool import FleetSettings, InterTokenRates, PrefillRates, Worker
 from gateway.records import Ending, Endpoint, InferenceRequest, Result, StageTimes, Usage
 from gateway.router import Choice, Router
 from tests.unit.test_router import Bench, prompt, request
@@ -26,7 +26,7 @@ RATES = PrefillRates(1e-6, 0.001, 1e-13), InterTokenRates(0.02, 1e-6)
 class Waiter:
     def __init__(self) -> None:
         self.lease: Lease | None = None
-        self.error: GatewayError | None = None
+        self.error: Exception | None = None
 
     def placed(self, lease: Lease) -> None:
         assert self.lease is None
@@ -42,7 +42,7 @@ class Waiter:
         """Name of its worker, None while it waits."""
         return None if self.lease is None else self.lease.worker.id
 
-    def refused(self, error: GatewayError) -> None:
+    def refused(self, error: Exception) -> None:
         assert self.lease is None
         assert self.error is None
         self.error = error
@@ -483,3 +483,45 @@ def test_what_must_not_wait_is_placed_at_once_or_not_at_all() -> None:
     hall.admission.pump(1.0)
     assert waiting.where() == "w0"
     assert hall.router.open_leases == 1
+
+
+class Buggy:
+    """Somebody who is told of bookings and fails at it."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def placed(self, booking: Booking) -> None:
+        if self.at == "placed":
+            raise RuntimeError("seeded bug")
+
+    def prefilled(self, booking: Booking) -> None: ...
+
+    def closed(self, booking: Booking) -> None: ...
+
+    def pinned(self, session: str, worker: Worker) -> None:
+        if self.at == "pinned":
+            raise RuntimeError("seeded bug")
+
+
+@pytest.mark.parametrize("at", ["placed", "pinned"])
+def test_a_bug_in_placing_a_request_that_waits_is_told_to_it_and_holds_nothing(at: str) -> None:
+    hall = Hall(1, max_inflight=1)
+    first, _ = hall.ask(1000)
+    waiting = [hall.ask(1000, session="s")[0] for _ in range(2)]
+    hall.router.watch(Buggy(at))
+    end(first, 1.0)
+    assert hall.admission.pump(1.0) is None
+    assert [str(waiter.error) for waiter in waiting] == ["seeded bug"] * 2
+    assert (hall.admission.held, hall.router.open_leases, hall.worker("w0").inflight_requests) == (0, 0, 0)
+    assert hall.index.stats().speculative == 0
+
+
+@pytest.mark.parametrize("at", ["placed", "pinned"])
+def test_a_bug_in_placing_a_request_at_once_holds_nothing(at: str) -> None:
+    hall = Hall(1)
+    hall.router.watch(Buggy(at))
+    with pytest.raises(RuntimeError, match="seeded bug"):
+        hall.ask(1000, session="s")
+    assert (hall.router.open_leases, hall.worker("w0").inflight_requests) == (0, 0)
+    assert hall.index.stats().speculative == 0
