@@ -24,7 +24,7 @@ from random import Random
 
 from gateway import keys
 from gateway.admission import Admission, AdmissionSettings
-from gateway.errors import GatewayError, QueueFull
+from gateway.errors import QueueFull
 from gateway.kv import KvIndex
 from gateway.kv.events import KvEvent
 from gateway.kv.events import Removed as BlocksRemoved

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gateway.admission import Admission, AdmissionSettings, Ticket
-from gateway.errors import GatewayError, NoWorker, QueueFull, UnknownModel
+from gateway.errors import NoWorker, QueueFull, UnknownModel
 from gateway.kv import KvIndex
 from gateway.leases import Lease
 from gateway.policy import POLICY_NAMES, make_policy

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.admission import Admission, AdmissionSettings, Ticket, WaitsFor
-from gateway.errors import DeadlineExceeded, GatewayError, NoWorker, QueueFull, QueueTimeout
+from gateway.errors import DeadlineExceeded, NoWorker, QueueFull, QueueTimeout
 from gateway.leases import Booking, Lease
 from gateway.policy import make_policy
 from gateway.pool import FleetSettings, InterTokenRates, PrefillRates, Worker
