@@ -18,14 +18,14 @@ COMPILED = """
 keys leases router weighing admission checks
 kv: approximate index lives overlap position recency runs speculation tables truncation
 policy: pick seam seconds simple
-pool: adapters crew eligible evidence fleet health hedging misses pool rates regret reservations routes worker
+pool: adapters crew eligible evidence fleet health hedging misses pool rates regret reservations routes silence worker
 prefix: chains hasher known messages run template text tokens
 api: asking pieces request
 edge: attempts body exchange gate heads hedge locate notes relay turns
-upstream: connection connections deadlines headers http members membership
+upstream: connection connections deadlines headers http members membership sse usage
 telemetry: requests
 """
-"""Left as they are, though requests pass them: classes that mypyc cannot make (of msgspec, of asyncio, exceptions with
+"""Left as they are, though requests pass them: classes that mypyc cannot make (of msgspec, of uvicorn, exceptions with
 words of the class, generic ones), and `kv.ingest`, where numbers that several tables hold would be kept once in each.
 """
 
@@ -53,7 +53,12 @@ def extensions(wanted: str) -> list[Extension]:
     except ImportError:
         raise SystemExit("KVGATE_COMPILED needs mypy in this environment, and pip --no-build-isolation") from None
     config = ["--config-file", "pyproject.toml"]
-    return mypycify([*config, *compiled_paths()], group_name="kvgate", opt_level=_LEVELS[wanted])
+    made = mypycify([*config, *compiled_paths()], group_name="kvgate", opt_level=_LEVELS[wanted])
+    for extension in made:
+        # Nothing but Python looks into the library: without this every call inside it is one that could be replaced
+        # from outside, by way of a table and never inlined.
+        extension.extra_compile_args.append("-fvisibility=hidden")
+    return made
 
 
 # A build's only way to be told something by pip's user; the gateway itself reads the environment in `config.py` alone.

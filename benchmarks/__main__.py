@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import chats, decision, index, long_prompts, prefix, radix_peer, relay, request, scoring, scrape
-from gateway.runtime.interpreter import tune_interpreter
+from gateway.runtime.interpreter import is_compiled, tune_interpreter
 
 TRACES = Path(__file__).parent.parent / "tests" / "golden" / "traces"
 
@@ -39,6 +39,7 @@ def machine() -> dict[str, object]:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
+        "compiled": is_compiled(),
         "kernel": platform.release(),
         "load": os.getloadavg()[0],
         "at": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),

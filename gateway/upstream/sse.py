@@ -20,7 +20,8 @@ import msgspec
 
 from gateway.errors import UNREADABLE
 from gateway.records import Endpoint, Usage
-from gateway.upstream.usage import WireUsage, usage_of
+from gateway.upstream.answer_json import Fault, ToldEnd, decode_chunk, decode_told
+from gateway.upstream.usage import usage_of
 
 MAX_HELD_BYTES = 65_536
 
@@ -55,30 +56,6 @@ class StreamEnd(Enum):
     WHOLE = "its last event came"
     FAILED = "the worker told an error in it"
     CUT = "its last event is missing"
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[msgspec.Raw] | None = None
-    usage: WireUsage | None = None
-
-
-class _Told(msgspec.Struct):
-    """An event as far as it tells of the end. Errors: vLLM and SGLang `{"error": {"type", "code"}}`; Anthropic the same
-    with `"type": "error"`; older SGLang flat, `{"object": "error", "type", "code"}`."""
-
-    type: str | None = None
-    object: str | None = None
-    code: int | str | None = None
-    error: _Fault | None = None
-
-
-class _Fault(msgspec.Struct):
-    type: str | None = None
-    code: int | str | None = None
-
-
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
-_decode_told = msgspec.json.Decoder(_Told).decode
 
 
 class UsageEventFilter:
@@ -142,7 +119,7 @@ class UsageEventFilter:
             return False
         data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
         try:
-            chunk = _decode_chunk(data)
+            chunk = decode_chunk(data)
         except UNREADABLE:
             return False
         if chunk.choices != [] or chunk.usage is None:
@@ -205,21 +182,21 @@ def _last_data(last: bytes) -> list[bytes]:
     return found
 
 
-_NESTED = _Told()
+_NESTED = ToldEnd()
 """Stands for an event that is nested too deeply to be read, as one that repeats what a client sent may be: that is not
 the worker's fault, and the framing decides."""
 
 
-def _told(line: bytes) -> _Told | None:
+def _told(line: bytes) -> ToldEnd | None:
     try:
-        return _decode_told(line)
+        return decode_told(line)
     except RecursionError:
         return _NESTED
     except msgspec.MsgspecError:
         return None
 
 
-def _is_error(told: _Told) -> bool:
+def _is_error(told: ToldEnd) -> bool:
     return told.error is not None or told.object == "error" or told.type in ("error", "response.failed")
 
 
@@ -230,7 +207,7 @@ def _tells_failure(line: bytes) -> bool:
     told = _told(line)
     if told is None or not _is_error(told):
         return False
-    fault = told.error or _Fault(told.type, told.code)
+    fault = told.error or Fault(told.type, told.code)
     if isinstance(fault.code, int):
         return not 400 <= fault.code < 500
     return _CLIENTS_FAULT.search(f"{fault.type} {fault.code}") is None

@@ -18,10 +18,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import msgspec
-
 from gateway.errors import UNREADABLE
 from gateway.records import Endpoint, Usage
+from gateway.upstream.answer_json import WireUsage, decode_answer, decode_answers, decode_usage
 
 MAX_WHOLE_BYTES = 262_144
 """A JSON answer up to this size is kept and parsed as a whole; of a longer one only the tail is searched."""
@@ -41,47 +40,6 @@ _MOST_TOKENS = 1 << 40
 _EVENTS_READ = 8
 """How many of the last events of a stream are looked at: usage is in the last or followed by one or two."""
 
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class WireUsage(msgspec.Struct):
-    """The `usage` object of all dialects together; what one lacks stays None."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cached_tokens: int | None = None
-
-
-class _Answer(msgspec.Struct):
-    """A JSON answer or a stream's event. `response` and `message` wrap the usage in streams."""
-
-    usage: WireUsage | None = None
-    response: _Wrapped | None = None
-    message: _Wrapped | None = None
-    meta_info: WireUsage | None = None
-
-    def found(self) -> WireUsage | None:
-        """The usage wherever this dialect puts it."""
-        for wrapped in (self.response, self.message):
-            if wrapped is not None and wrapped.usage is not None:
-                return wrapped.usage
-        return self.usage or self.meta_info
-
-
-class _Wrapped(msgspec.Struct):
-    usage: WireUsage | None = None
-
-
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_answers = msgspec.json.Decoder(list[_Answer]).decode
-_decode_usage = msgspec.json.Decoder(WireUsage).decode
 
 # A quote inside a JSON string is escaped, so text of a model can never hold an unescaped `"usage":`; the look-behind
 # turns away a key that merely ends in `\"usage`.
@@ -152,11 +110,11 @@ def usage_of(wire: WireUsage) -> Usage | None:
 
 def _whole_answer(body: bytes) -> WireUsage | None:
     try:
-        return _decode_answer(body).found()
+        return decode_answer(body).found()
     except UNREADABLE:
         pass
     try:
-        answers = _decode_answers(body)
+        answers = decode_answers(body)
     except UNREADABLE:
         return None
     return _sum([answer.meta_info for answer in answers if answer.meta_info is not None])
@@ -185,7 +143,7 @@ def _from_events(events: Iterator[bytes]) -> Iterator[WireUsage]:
         if b'"usage"' not in data and b'"meta_info"' not in data:
             continue
         try:
-            found = _decode_answer(data).found()
+            found = decode_answer(data).found()
         except UNREADABLE:
             # An event cut at the start of the tail, or one of a shape of its own (SGLang's flat errors).
             continue
@@ -201,7 +159,7 @@ def _searched(body: bytes) -> list[WireUsage]:
         if text is None:
             continue
         try:
-            wire = _decode_usage(text)
+            wire = decode_usage(text)
         except UNREADABLE:
             continue
         if wire.prompt_tokens is not None or wire.input_tokens is not None:
@@ -237,9 +195,15 @@ def _usage(parts: list[WireUsage]) -> Usage | None:
         completion = _first(wire.completion_tokens, wire.output_tokens, completion)
         said = _first(wire.cached_tokens, wire.cache_read_input_tokens, cached)
         cached = said if details is None or details.cached_tokens is None else details.cached_tokens
-    if prompt is None or not all(0 <= count <= _MOST_TOKENS for count in (prompt, completion or 0, cached or 0)):
+    if prompt is None:
+        return None
+    if not (_can_be(prompt) and _can_be(completion or 0) and _can_be(cached or 0)):
         return None  # means, budgets and metrics are made of them: a wrong number is worse than none
     return Usage(prompt, completion or 0, cached)
+
+
+def _can_be(tokens: int) -> bool:
+    return 0 <= tokens <= _MOST_TOKENS
 
 
 def _first(one: int | None, two: int | None, three: int | None) -> int | None:
