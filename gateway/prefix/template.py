@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -143,13 +144,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: object, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> str:
+    """The options are a template's, which may give whatever `json.dumps` takes: `indent='  '`, lists, 0 for false."""
     if type(value) is Tool:
+        if type(separators) is list:
+            separators = tuple(separators)
         options = (ensure_ascii, indent, separators, sort_keys)
         text = value.written.get(options)
         if text is None and len(value.written) < _MAX_TEXTS:
@@ -158,9 +158,7 @@ def _tojson(
     return _json(value, ensure_ascii, indent, separators, sort_keys)
 
 
-def _json(
-    value: object, ensure_ascii: bool, indent: int | None, separators: tuple[str, str] | None, sort_keys: bool
-) -> str:
+def _json(value: object, ensure_ascii: Any, indent: Any, separators: Any, sort_keys: Any) -> str:
     if not ensure_ascii and indent is None and separators is None and not sort_keys:
         return _write(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

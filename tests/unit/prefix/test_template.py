@@ -88,6 +88,16 @@ def test_tojson_does_not_escape() -> None:
     assert render("{{ x | tojson(ensure_ascii=true) }}", x="é") == '"\\u00e9"'
 
 
+@pytest.mark.parametrize("x", [{"b": 1, "a": "é"}, Tool({"b": 1, "a": "é"})])
+def test_tojson_takes_what_json_takes(x: object) -> None:
+    """Templates are not typed: 0 stands for false, a list for a pair, a text for an indent."""
+    assert render("{{ x | tojson(separators=[',', ':']) }}", x=x) == '{"b":1,"a":"é"}'
+    assert render("{{ x | tojson(indent='\\t') }}", x=x) == '{\n\t"b": 1,\n\t"a": "é"\n}'
+    assert render("{{ x | tojson(ensure_ascii=0, sort_keys=1) }}", x=x) == '{"a": "é", "b": 1}'
+    assert render("{{ x | tojson(ensure_ascii=none) }}", x=x) == '{"b": 1, "a": "é"}'
+    assert render("{{ x | tojson(ensure_ascii=missing) }}", x=x) == '{"b": 1, "a": "é"}'
+
+
 def test_tools_look_like_dicts_to_templates() -> None:
     tool = Tool({"type": "function", "function": Tool({"name": "f", "items": 1})})
     plain = {"type": "function", "function": {"name": "f", "items": 1}}
