@@ -49,7 +49,7 @@ COMPILED := build/compiled
 LEFT_BY_BUILDS := build/lib* build/temp* build/bdist*
 COMPILED_TESTS := tests/unit tests/property tests/golden tests/cancellation \
   $(patsubst %,tests/integration/test_%.py,accounting approximate auth broken_streams fuzz fuzz_structured gateway health hedging \
-  hedging_engines queue relay relay_failures sessions stuck_worker)
+  hedging_engines queue relay relay_failures same_decisions sessions stuck_worker)
 
 AS_COMPILED = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(COMPILED):$(CURDIR) $(BIN)/pytest -o pythonpath=
 
