@@ -240,8 +240,8 @@ class KvIndex:
     ) -> Generator[int, None, None]:
         """`purge` in steps of at most `most` entries, for who must serve others in between; yields how many went.
 
-        Until the last step the worker holds nothing for `overlap`. Apply no events of the rank before that. To stop
-        early is to do the rest at once. `cleared`: the engine said so itself.
+        Until the last step the worker holds nothing for `overlap`. Apply no events of the rank before that. To `close`
+        it early does the rest at once; only dropped it would not, when compiled. `cleared`: the engine said so itself.
         """
         worker = self._workers.get(slot)
         if worker is None:
