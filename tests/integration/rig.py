@@ -111,6 +111,7 @@ async def rig(
                 for at, worker in enumerate(workers)
             ],
             "load": {"poll_s": 0.2},
+            "timeouts": {"connect_s": PATIENCE_S},  # engines share this process: on a busy machine they accept late
         }
         for section, keys in (settings or {}).items():
             tree[section] = tree.get(section, {}) | keys if isinstance(keys, dict) else keys
