@@ -245,13 +245,13 @@ class Attempts:
             return None
         if costly:
             failed.retries.retry(now)
-        steps = stages()
         self.drop()
-        # Before the other one is settled: whatever fails there, whoever ends the request finds this one.
-        stream = self._reserve(lease)
-        outcome = self._settle(started_at, lambda: steps, failed, ending)
+        # First of all: whatever fails below, whoever ends the request finds this one.
+        self.lease = lease
+        outcome = self._settle(started_at, stages, failed, ending)
         self.retries += 1
         self.spent += 1
+        stream = self._reserve(lease)
         if edge.on_retry is not None:
             edge.on_retry(outcome)
         return stream

@@ -770,6 +770,25 @@ async def test_a_bug_in_beginning_a_request_that_has_waited_ends_it_and_costs_no
 
 @pytest.mark.source_only
 @both_loops
+async def test_a_bug_in_beginning_the_next_attempt_costs_neither_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = Upstream.open
+
+    def broken(self: Upstream, worker: WorkerSpec) -> UpstreamStream:
+        if worker.name == "w2":
+            raise RuntimeError("seeded bug")
+        return opened(self, worker)
+
+    monkeypatch.setattr(Upstream, "open", broken)
+    async with relay(drop, silent) as r:
+        assert (await r.ask(post(ask()))).status == 500
+        await until(r.quiet)
+    assert "seeded bug" in caplog.text
+
+
+@pytest.mark.source_only
+@both_loops
 async def test_a_bug_in_ending_an_attempt_costs_the_next_one_no_lease(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
