@@ -40,6 +40,10 @@ _MAX_CHOICES = 128
 """OpenAI's limit of `n`. The client's number may be any; what is reserved for one request must stay a sane amount."""
 
 
+_TOLD = frozenset((Result.COMPLETED, Result.HEDGED))
+"""How a request or a copy of it ends whose status the worker has said."""
+
+
 @dataclass(slots=True)
 class Recent:
     """A decision, and its outcome once there is one."""
@@ -151,6 +155,8 @@ class Ledger:
         now = ending.ended_at
         self.open -= 1
         self._fleet.ended(booking.worker, ending, sent_at=booking.reservation.sent_at, credited=credited)
+        if ending.status >= 400 and ending.result in _TOLD:
+            booking.worker.heard(now)
         if ending.error_code == OVERTAKEN:
             self._fleet.overtaken(booking.worker, booking.reservation, now)
         self._fleet.release(booking.worker, booking.reservation, now)

@@ -210,7 +210,10 @@ class _Runner:
 class Race:
     """Of one attempt."""
 
-    __slots__ = ("_bell", "_blocks", "_edge", "_request", "_rule", "_runners", "_second", "_send", "_settle", "_work")
+    __slots__ = (
+        "_bell", "_blocks", "_doubled_at", "_edge", "_request", "_rule", "_runners", "_second", "_send", "_settle",
+        "_work",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -234,6 +237,7 @@ class Race:
         self._settle = settle
         self._runners: list[_Runner] = []
         self._second: _Runner | None = None
+        self._doubled_at = 0.0
         self._bell: asyncio.Future[None] | None = None
 
     async def answer(self, lease: Lease, stream: UpstreamStream, *, expected_s: float, due_s: float) -> AnswerHead:
@@ -304,6 +308,8 @@ class Race:
         late.retries.retry(now)
         self._work.spent += 1
         self._second = self._begin(lease, stream)
+        self._doubled_at = now
+        edge.upstream.wrote(late.worker.id, now)
         return True
 
     def _begin(self, lease: Lease, stream: UpstreamStream) -> _Runner:
@@ -329,7 +335,10 @@ class Race:
         if well and second:
             ended.lease.hedging.overtaken(ended.lease.kind, self._rule)
             self._stand_on(ended, now)
-            self._give_up(self._runners.pop(), now, code=OVERTAKEN)
+            late = self._runners.pop()
+            if self._edge.upstream.wrote(late.lease.worker.id, self._doubled_at):
+                late.lease.worker.heard(now)
+            self._give_up(late, now, code=OVERTAKEN)
             self._became(Hedged.WON)
             return True
         if decided and not second:

@@ -2,7 +2,8 @@
 
 Who takes late requests away from a worker never sees it fail: a frozen one would look idle and attract the next. So
 the time counts in which it had a request, sent after its last answer, and answered nobody. However soon requests are
-taken away, it fails once for each `SILENT_S` of that, and at most once for all that were under way together.
+taken away, it fails once for each `SILENT_S` of that, and at most once for all that were under way together. Who is in
+the middle of an answer, or says that a request is wrong, answers.
 
 No clock: `now` and `sent_at` are arguments, in seconds.
 """
@@ -29,7 +30,7 @@ class Silence:
         """Of silence since its last answer, or since they made a failure."""
 
     def answered(self, now: float) -> None:
-        """A request's answer has begun."""
+        """A request's answer has begun or goes on, or the worker has said that a request is wrong."""
         self._answered_at = now
         self._seconds = 0.0
 

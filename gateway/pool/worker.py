@@ -219,6 +219,10 @@ class Worker:
             self.relearn()
         return self._silence.overtaken(reservation.sent_at, now)
 
+    def heard(self, now: float) -> None:
+        """It has answered somebody, or is in the middle of it: it is not silent."""
+        self._silence.answered(now)
+
     def first_byte(self, reservation: Reservation, now: float) -> None:
         """The prefill of this request is over. Later calls, and calls after the release, change nothing."""
         self._silence.answered(now)

@@ -89,6 +89,7 @@ class Connection:
         "_head_bytes",
         "_headers",
         "_keep_alive",
+        "_looked_at",
         "_loop",
         "_on_body",
         "_on_chunk",
@@ -105,7 +106,9 @@ class Connection:
         "_timeouts",
         "_total_at",
         "_transport",
+        "_unseen",
         "_waiter",
+        "_wrote_after",
         "deadline",
         "on_body",
     )
@@ -129,7 +132,11 @@ class Connection:
         """What the sink wants the body given to, once it has had the first bytes."""
         self._on_chunk: Callable[[bytes, int], None] | None = None
         self._stirred = False
-        """Bytes have come since `overdue` looked last."""
+        """Bytes have come since `overdue` or `wrote` looked last, which was at `_looked_at`."""
+        self._unseen = False
+        """They have come since `overdue` looked, or reading was paused until then."""
+        self._looked_at = self._wrote_after = -NEVER
+        """Of the body being passed on, bytes have come after `_wrote_after`."""
         self._quarters = 0
         """Quarters of the idle time without bytes."""
         self._waiter: asyncio.Future[AnswerHead] | None = None
@@ -185,6 +192,7 @@ class Connection:
         now = self._clock()
         self._sink = sink
         self._watch_silence(now)
+        self._wrote_after = -NEVER
         if self._early_bytes > _MAX_EARLY_BYTES:
             self.resume()
         if self._ended:
@@ -204,8 +212,15 @@ class Connection:
         """Read again."""
         if self._paused and self._transport is not None:
             self._paused = False
-            self._stirred = True
+            self._unseen = True
             self._transport.resume_reading()
+
+    def wrote(self, since: float, now: float) -> bool:
+        """Whether bytes of a body that is being passed on have come after `since`, when this was asked before."""
+        if self._sink is None:
+            return False
+        self._look(now)
+        return self._wrote_after >= since
 
     def abort(self) -> None:
         """Drop the connection now; nobody is told. The worker sees its request aborted."""
@@ -315,7 +330,7 @@ class Connection:
                 self._transport.close()
         elif now >= self._total_at:
             self._break(DeadlineExceeded.passed(), now)
-        elif self._stirred:
+        elif self._stirred or self._unseen:
             self._watch_silence(now)
         elif self._quarters < 4:
             self._quarters += 1
@@ -325,8 +340,15 @@ class Connection:
         else:
             self._break(WorkerTimeout("the worker stopped in the middle of its answer"), now)
 
+    def _look(self, now: float) -> None:
+        if self._stirred:
+            self._stirred, self._unseen = False, True
+            self._wrote_after = self._looked_at
+        self._looked_at = now
+
     def _watch_silence(self, now: float) -> None:
-        self._stirred = False
+        self._look(now)
+        self._unseen = False
         self._quarters = 1
         self.deadline = min(now + self._timeouts.idle_s / 4, self._total_at)
 

@@ -46,6 +46,7 @@ class WorkerConnections:
         "_idle",
         "_max_idle",
         "_open",
+        "_own",
         "_port",
         "_tls",
         "clock",
@@ -77,6 +78,7 @@ class WorkerConnections:
         self._max_idle = max_idle
         self._idle: list[Connection] = []
         self._open = open_connections
+        self._own: set[Connection] = set()
         self.spec = spec
         self.timeouts = timeouts
         self.clock = clock
@@ -131,6 +133,7 @@ class WorkerConnections:
             raise WorkerUnreachable("no connection to the worker") from error
         connection = cast(Connection, made)
         self._open.add(connection)
+        self._own.add(connection)
         return connection
 
     def keep(self, connection: Connection) -> None:
@@ -143,8 +146,16 @@ class WorkerConnections:
         """A connection is gone."""
         self.deadlines.forget(connection)
         self._open.discard(connection)
+        self._own.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+
+    def wrote(self, since: float) -> bool:
+        """Whether bytes of some answer have come after `since`, when this was asked before. Costs a look at each."""
+        now, found = self.clock(), False
+        for connection in self._own:
+            found = connection.wrote(since, now) or found
+        return found
 
     def close_idle(self) -> None:
         """Close what waits; what works goes on and is closed by its age later."""

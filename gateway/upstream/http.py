@@ -148,6 +148,11 @@ class Upstream:
         connections = self._workers.get(worker)
         return connections.idle if connections is not None else 0
 
+    def wrote(self, worker: WorkerId, since: float) -> bool:
+        """Whether a worker has sent bytes in the middle of some answer after `since`, when this was asked before."""
+        connections = self._workers.get(worker)
+        return connections is not None and connections.wrote(since)
+
     def forget(self, worker: WorkerId) -> None:
         """A worker left the fleet: close its idle connections. Streams that run go on."""
         connections = self._workers.pop(worker, None)

@@ -90,6 +90,39 @@ async def test_the_second_worker_answers_first(stream: bool) -> None:
 
 
 @both_loops
+@pytest.mark.parametrize("other", ["stream", "4xx"])
+async def test_a_worker_that_answers_others_meanwhile_is_not_silent(other: str) -> None:
+    """Be it the middle of an answer that had begun before, or a word about the request."""
+    async with relay(silent, silent, hedges=HedgeRules(0.95, SILENT_S + 0.05), timeouts=PATIENT) as r:
+        writing = await r.client()
+        writing.send(post(ask(stream=True)))
+        before = await r.workers[0].call()
+        if other == "stream":
+            before.begin_stream(TOKEN)
+            await writing.head()
+            await writing.chunk()
+        filler = await r.client()
+        filler.send(post(ask()))  # in turn
+        (await r.workers[1].call()).plain(OK)
+        assert (await filler.answer()).status == 200
+        taught(r)
+        late = await r.client()
+        late.send(post(ask()))
+        await r.workers[0].call(1)
+        second = await r.workers[1].call(1)
+        if other == "stream":
+            before.events(TOKEN)
+            await writing.chunk()
+        else:
+            before.plain(b'{"error":{}}', status="400 Bad Request")
+            assert (await writing.answer()).status == 400
+        second.plain(OK)
+        assert (await late.answer()).status == 200
+        assert counted(r) == ({Hedged.WON: 1}, {})
+        assert [worker.health.failures for worker in r.fleet.workers.values()] == [0, 0]
+
+
+@both_loops
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_first_worker_answers_first_after_all(stream: bool) -> None:
     async with relay(silent, silent, hedges=RULES, timeouts=PATIENT) as r:
