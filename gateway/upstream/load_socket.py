@@ -158,13 +158,17 @@ class LoadSocket:
             return all(heard.fresh(now) for heard in self.ranks.values())
         return rank in self.ranks and self.ranks[rank].fresh(now)
 
+    def begin_anew(self) -> None:
+        """The server was away: its silence counts from now on."""
+        self._since = self._clock()
+
     def unheard(self) -> tuple[LoadEndpoint, ...]:
         """Where nothing that can be read has come from for `UNHEARD_S`."""
         now = self._clock()
         return tuple(
             heard.endpoint
             for heard in self.ranks.values()
-            if now - (self._since if heard.heard_at is None else heard.heard_at) > UNHEARD_S
+            if now - self._since > UNHEARD_S and (heard.heard_at is None or now - heard.heard_at > UNHEARD_S)
         )
 
     def drain(self) -> None:

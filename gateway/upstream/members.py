@@ -161,6 +161,8 @@ class Member:
         """The server was away or began anew: what it holds and how it was started may have changed. Where it tells when
         its process started, feeds know what of theirs is older; else they learn it anew."""
         self.reported, self.silent_answers = None, 0
+        if self.load_socket is not None:
+            self.load_socket.begin_anew()
         for feed in self.feeds:
             if start_time_unix is not None:
                 feed.process_started(start_time_unix)

@@ -739,3 +739,27 @@ async def test_a_load_socket_that_cannot_be_opened_leaves_the_others(stand: Stan
     assert stand.fleet.workers[W1].load is None
     assert before[0] is not after[0], "what could not be opened is tried again"
     assert before[1] is after[1]
+
+
+async def test_a_server_that_is_back_has_time_to_be_heard(stand: Stand) -> None:
+    """Its load socket was silent while it was away, and is connected to anew."""
+    stand.answers["/server_info"] = LOADS % 6000
+    await stand.membership.add(spec(W1, "h"))
+    member = stand.membership.members[W1]
+    assert member.load_socket is not None
+    (rank,) = member.load_socket.ranks.values()
+    member.load_socket._since = rank.heard_at = -60.0
+
+    async def probed(wanted: bool) -> None:
+        def found() -> bool:
+            return any(finding.code == "load_unheard" for finding in stand.fleet.workers[W1].findings)
+
+        probes = stand.probes
+        following = asyncio.ensure_future(stand.tasks.runs["worker w1"]())
+        await until(lambda: stand.probes > probes + 1 and found() is wanted)
+        following.cancel()
+        await asyncio.wait([following])
+
+    await probed(True)
+    member.away = True
+    await probed(False)
