@@ -25,7 +25,7 @@ from operator import or_
 from types import MappingProxyType
 from typing import Final
 
-from gateway.kv.approximate import ApproximateBlocks, ApproximateSettings, ApproximateStats, Remembered
+from gateway.kv.approximate import LEARNED_BYTES, ApproximateBlocks, ApproximateSettings, ApproximateStats, Remembered
 from gateway.kv.events import KvEvent
 from gateway.kv.ingest import Placement
 from gateway.kv.numbers import Applied, IndexStats, Mark, Tally, applied, index_stats
@@ -35,7 +35,7 @@ from gateway.kv.runs import run_on, run_within
 from gateway.kv.snapshot import RankBlocks, putting_back, taken
 from gateway.kv.speculation import ChainTail, Part, Promises, Speculation, SpeculativeBlocks
 from gateway.kv.tables import TIER_INDEX, RankTable, WorkerTable
-from gateway.kv.truncation import Truncation, blocks_within
+from gateway.kv.truncation import BYTES_A_BLOCK, Truncation, blocks_within
 from gateway.kv.windows import Windows
 from gateway.records import BlockKey, EngineKind, PrefixBlocks, PrefixMode, Slot, Tier
 
@@ -225,8 +225,8 @@ class KvIndex:
     def _weigh(self, worker: WorkerTable) -> None:
         """The worker's tables have changed: see that all together keep within the cap."""
         if self._truncation is not None:
-            learned = self._approximate.weight if self._approximate is not None else 0
-            self._truncation.weigh(worker, self._workers.values(), learned)
+            learned = self._approximate.weight * LEARNED_BYTES if self._approximate is not None else 0
+            self._truncation.weigh(worker, self._workers.values(), learned // BYTES_A_BLOCK)
 
     def purge(self, slot: Slot, rank: int | None = None) -> int:
         """Forget one rank's blocks, or all of the worker's. Returns how many (rank, tier, block) entries went.

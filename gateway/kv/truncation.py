@@ -76,7 +76,8 @@ class Truncation:
         self._slices.pop(bit, None)
 
     def weigh(self, worker: WorkerTable, workers: Collection[WorkerTable], learned: int) -> None:
-        """The worker's tables have changed; `learned` blocks count beside those of all `workers`."""
+        """The worker's tables have changed; `learned` is what learned blocks take beside those of all
+        `workers`, in blocks of theirs."""
         weight = worker.weight()
         self.total += weight - worker.weighed
         worker.weighed = weight

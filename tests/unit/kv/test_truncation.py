@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.keys import chain, namespace
-from gateway.kv.approximate import ApproximateSettings
+from gateway.kv.approximate import LEARNED_BYTES, ApproximateSettings
 from gateway.kv.events import Cleared, Removed, Stored
 from gateway.kv.index import KvIndex
 from gateway.kv.truncation import BYTES_A_BLOCK
@@ -309,3 +309,18 @@ def test_what_has_ended_by_itself_takes_no_room_from_others(prompts: Prompts) ->
     for _ in range(60):
         index.apply(B, 0, [prompts.make(100)[0]])
     assert (index.resident(B, Tier.GPU), index.stats().truncated) == (6000, 0)
+
+
+def test_what_is_learned_leaves_half_of_the_room_to_what_is_announced(prompts: Prompts) -> None:
+    """A learned block takes less than an announced one, and is reckoned so."""
+    room = 20_000 * BYTES_A_BLOCK
+    learned = ApproximateSettings(ttl_s=1e9, default_tokens=1 << 40, limit=room // 2 // LEARNED_BYTES)
+    index = KvIndex(max_bytes=room, approximate=learned)
+    for slot in (A, B):
+        index.bind(slot, block_size=SIZE)
+    for _ in range(200):
+        index.remember(B, prompts.make(100)[1], 0, 1.0)
+    assert index.learned(B) > 0.95 * learned.limit
+    for _ in range(99):
+        index.apply(A, 0, [prompts.make(100)[0]])
+    assert (index.resident(A, Tier.GPU), index.stats().truncated) == (9_900, 0)
