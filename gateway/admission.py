@@ -173,7 +173,11 @@ class Admission:
         self._enter_deadline(ticket)
         # It may be the one that an idle worker has been waiting for.
         self._left = _STEP
-        self._advance(pool, line, now)
+        try:
+            self._advance(pool, line, now)
+        except Exception:
+            self.cancel(ticket)  # its caller ends the request: nobody would take its place
+            raise
         if ticket.waits or self._left < 0:
             self._wake()
         return ticket if ticket.waits else None

@@ -525,3 +525,23 @@ def test_a_bug_in_placing_a_request_at_once_holds_nothing(at: str) -> None:
         hall.ask(1000, session="s")
     assert (hall.router.open_leases, hall.worker("w0").inflight_requests) == (0, 0)
     assert hall.index.stats().speculative == 0
+
+
+@pytest.mark.source_only
+def test_a_bug_in_looking_at_the_line_leaves_nobody_in_it_whom_no_one_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its lease would be nobody's."""
+    hall = Hall(1, max_inflight=1)
+    first, _ = hall.ask(1000)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("seeded bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Admission, "_advance", broken)
+        with pytest.raises(RuntimeError, match="seeded bug"):
+            hall.ask(1000)
+    end(first, 1.0)
+    hall.admission.pump(1.0)
+    assert (hall.admission.held, hall.router.open_leases) == (0, 0)
