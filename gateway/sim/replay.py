@@ -24,7 +24,7 @@ from random import Random
 
 from gateway import keys
 from gateway.admission import Admission, AdmissionSettings
-from gateway.errors import QueueFull
+from gateway.errors import GatewayError, QueueFull
 from gateway.kv import KvIndex
 from gateway.kv.events import KvEvent
 from gateway.kv.events import Removed as BlocksRemoved
@@ -122,6 +122,8 @@ class _Waiter:
         self.replay.begin(self.turn, lease, self.arrived_at)
 
     def refused(self, error: Exception) -> None:
+        if not isinstance(error, GatewayError):
+            raise error  # a bug: it ends the simulation
         self.replay.turn_away(self.turn)
 
 

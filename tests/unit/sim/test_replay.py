@@ -13,8 +13,9 @@ from random import Random
 import pytest
 
 from gateway.admission import AdmissionSettings
+from gateway.leases import Booking
 from gateway.policy import Prices, make_policy
-from gateway.pool import InterTokenRates, PrefillRates
+from gateway.pool import InterTokenRates, PrefillRates, Worker
 from gateway.sim.engine import PRESETS
 from gateway.sim.replay import Replay, ReplayReport
 from gateway.sim.trace import Turn, arrivals, read_trace
@@ -141,6 +142,35 @@ def test_a_turn_waits_for_the_one_before_it() -> None:
     assert second.started_at == pytest.approx(first.ended_at + 0.05)
     assert (second.worker, second.affinity) == (first.worker, "kept")
     assert second.delivered_tokens == 640
+
+
+class FailsAtTheSecond:
+    """Is told of bookings."""
+
+    placements = 0
+
+    def placed(self, booking: Booking) -> None:
+        self.placements += 1
+        if self.placements == 2:
+            raise RuntimeError("seeded bug")
+
+    def prefilled(self, booking: Booking) -> None: ...
+
+    def closed(self, booking: Booking) -> None: ...
+
+    def pinned(self, session: str, worker: Worker) -> None: ...
+
+
+def test_a_bug_in_placing_a_request_that_has_waited_ends_the_run() -> None:
+    """It is no request that was sent away."""
+    turns = [Turn(number, 0.0, 640, 5, tuple(range(10))) for number in range(2)]
+    run = Replay(
+        turns, policy=make_policy("seconds", rng=Random(1)), model=PRESETS["70b"], block_size=64, workers=1,
+        max_inflight=1, admission=FOR_EVER,
+    )  # fmt: skip
+    run.router.watch(FailsAtTheSecond())
+    with pytest.raises(RuntimeError, match="seeded bug"):
+        run.run()
 
 
 def test_a_slow_worker_is_found_out() -> None:
