@@ -421,18 +421,24 @@ def _texts_or_tokens(name: str, value: object, body: bytes, *, add_special_token
                     return TextPrompt(tuple(value), add_special_tokens)
             case list():
                 if set(map(type, value)) == {list}:
-                    return TokenPrompt(tuple(_token_ids(name, ids, body) for ids in value))
+                    flags = _has_flags(body)
+                    return TokenPrompt(tuple(_token_ids(name, ids, flags=flags) for ids in value))
             case dict() if name == "input":  # embeddings of image and text pairs
                 return NoPrompt("multimodal")
             case _:
-                return TokenPrompt((_token_ids(name, value, body),))
+                return TokenPrompt((_token_ids(name, value, flags=_has_flags(body)),))
     raise BadRequest(
         f"'{name}' must be a non-empty string, list of strings, list of token ids or list of lists of token ids",
         param=name,
     )
 
 
-def _token_ids(name: str, values: list[object], body: bytes) -> array[int]:
+def _has_flags(body: bytes) -> bool:
+    """A search of the bytes, once a body, is cheaper than a look at every token id's type: `array` takes true for 1."""
+    return b"true" in body or b"false" in body
+
+
+def _token_ids(name: str, values: list[object], *, flags: bool) -> array[int]:
     try:
         ids: array[int] = array("I", values)  # type: ignore[arg-type]  # array itself refuses what is no int
     except OverflowError as error:
@@ -441,8 +447,7 @@ def _token_ids(name: str, values: list[object], body: bytes) -> array[int]:
         raise BadRequest(f"'{name}' mixes token ids with something else", param=name) from error
     if not ids:
         raise BadRequest(f"'{name}' has an empty prompt", param=name)
-    # array takes true for 1. A search of the bytes is cheaper than a look at every id's type.
-    if (b"true" in body or b"false" in body) and bool in set(map(type, values)):
+    if flags and bool in set(map(type, values)):
         raise BadRequest(f"'{name}' mixes token ids with something else", param=name)
     return ids
 

@@ -298,6 +298,25 @@ def test_wrong_prompts_are_refused(prompt: object) -> None:
     assert refused({"model": "m", "prompt": prompt}, Endpoint.COMPLETIONS).param == "prompt"
 
 
+class _Searched(bytes):
+    """A body that counts how often it is searched."""
+
+    searches = 0
+
+    def __contains__(self, part: object) -> bool:
+        type(self).searches += 1
+        return super().__contains__(part)  # type: ignore[operator]
+
+
+def test_a_body_of_many_prompts_is_not_searched_for_each_of_them() -> None:
+    """200,000 prompts of one token, a megabyte, took minutes."""
+    many = parse(_Searched(b'{"model":"m","prompt":[' + b"[1]," * 5_000 + b"[2]]}"), Endpoint.COMPLETIONS).prompt
+    assert isinstance(many, TokenPrompt)
+    assert len(many.token_lists) == 5_001
+    assert 0 < _Searched.searches <= 2
+    assert refused(b'{"model":"m","prompt":[' + b"[1]," * 100 + b"[true]]}", Endpoint.COMPLETIONS).param == "prompt"
+
+
 def test_booleans_elsewhere_do_not_spoil_token_ids() -> None:
     prompt = prompt_of(Endpoint.COMPLETIONS, prompt=[1, 0], stream=True, echo=False)
     assert isinstance(prompt, TokenPrompt)
