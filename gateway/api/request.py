@@ -25,7 +25,7 @@ import msgspec
 
 from gateway.api.asking import SALTED, tenant_salt
 from gateway.api.converted import of_messages, of_responses
-from gateway.api.pieces import Pieces
+from gateway.api.pieces import Pieces, count_values
 from gateway.errors import BadRequest
 from gateway.records import (
     ChatPrompt,
@@ -82,10 +82,6 @@ _MAX_SESSION_CHARS = 1024
 """Longer values of the affinity field are no session names; such a request simply has no session."""
 
 _COUNTED_FROM_BYTES = 1 << 20
-_SLICE_BYTES = 1 << 20
-_MOST = ((b",", 4_000_000, "commas"), (b"{", 250_000, "objects"), (b"[", 250_000, "lists"), (b'":', 500_000, "keys"))
-"""A value costs the decoder 40 ns, an object or list 200, a key 350: together below half a second, where all of it
-stands in one field that is read (`gateway.api.pieces`)."""
 
 
 def parse_request(
@@ -173,7 +169,7 @@ def parse_request(
 
 def _object(body: bytes) -> Fields:
     if len(body) > _COUNTED_FROM_BYTES:
-        _count(body)
+        count_values(body)
         try:
             return Pieces(body, _value)
         except (UnicodeDecodeError, RecursionError, msgspec.MsgspecError):
@@ -192,18 +188,6 @@ def _value(text: bytes | msgspec.Raw) -> object:
         raise BadRequest("the body is nested too deeply", code="invalid_json") from error
     except msgspec.MsgspecError:
         return _exact(bytes(text))
-
-
-def _count(body: bytes) -> None:
-    """Refuses a body of so many small values that decoding it would hold up the process: decoding runs under the
-    interpreter's lock, whatever thread it is in. Counting takes a millisecond a megabyte, a slice at a time; what
-    stands in texts is counted too, as the limits are far beyond any model's context."""
-    for sign, limit, what in _MOST:
-        seen = 0
-        for at in range(0, len(body), _SLICE_BYTES):
-            seen += body.count(sign, at, at + _SLICE_BYTES)
-            if seen > limit:
-                raise BadRequest(f"the body has more than {limit} {what}", code="too_many_values")
 
 
 def _exact(body: bytes) -> object:

@@ -19,6 +19,7 @@ from enum import Enum
 
 import msgspec
 
+from gateway.pausing import let_others_run
 from gateway.records import EngineKind
 
 Message = dict[str, object]
@@ -75,6 +76,9 @@ _PART_FIELDS = frozenset(
 _DEFINITION = {"name": str, "description": str, "parameters": dict, "strict": bool}
 _BILLING_LINE = "x-anthropic-billing-header"
 """A coding agent writes it into its system prompt with a value that is new each time; vLLM takes the line away."""
+
+_TURN = 64
+"""Messages between two chances for other threads."""
 
 
 class ContentFormat(Enum):
@@ -135,6 +139,8 @@ def conversation(
         if role == "developer" and keeps_developer:
             _developer_tools(converted, message.get("tools"), engine)
         result.append(converted)
+        if len(result) % _TURN == 0:
+            let_others_run()
     if not keeps_developer and any(message["role"] == "developer" for message in result):
         return _neighbours_as_system(result) if sglang else _one_system_message(result)
     return result

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from gateway import keys
+from gateway.pausing import let_others_run
 from gateway.prefix.chains import ChainTree, Node, PieceCache
 from gateway.prefix.tokens import PromptTokenizer
 from gateway.records import BlockKey, Chain
@@ -85,6 +86,7 @@ class Run:
         for piece, ids in zip(self._pieces, ids_of, strict=True):
             if not piece.closing and trail:
                 ids = ids + trail
+            let_others_run()
             tokens += len(ids)
             rest = rest + ids
             fresh: list[BlockKey] = []

@@ -51,3 +51,8 @@ def test_no_exception_is_raised_from_none(compiled: list[Path]) -> None:
         if isinstance(node, ast.Raise) and isinstance(node.cause, ast.Constant)
     ]
     assert found == []
+
+
+def test_what_lets_other_threads_run_stays_python(compiled: list[Path]) -> None:
+    """A compiled loop or function is no place where the interpreter's lock changes hands."""
+    assert not {_ROOT / "gateway/pausing.py", _ROOT / "gateway/api/pieces.py"} & set(compiled)
