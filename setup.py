@@ -21,13 +21,13 @@ policy: pick seam seconds simple
 pool: adapters crew eligible evidence fleet health hedging misses pool rates regret reservations routes silence worker
 prefix: chains hasher known messages run template text tokens
 api: asking request
-edge: attempts body exchange gate heads hedge locate notes protocol relay turns
+edge: attempts body exchange gate heads hedge locate notes relay turns
 upstream: connection connections deadlines headers http members membership sse usage
 telemetry: requests
 """
-"""Left as they are, though requests pass them: classes that mypyc cannot make (of msgspec, exceptions with words of the
-class, generic ones), `kv.ingest`, where numbers that several tables hold would be kept once in each, and `api.pieces`
-and `pausing`, in whose loops and calls other threads get their turn.
+"""Left as they are, though requests pass them: classes that mypyc cannot make (of msgspec, of uvicorn, exceptions with
+words of the class, generic ones), `kv.ingest`, where numbers that several tables hold would be kept once in each,
+and `api.pieces` and `pausing`, in whose loops and calls other threads get their turn.
 """
 
 _LEVELS = {"1": "2", "quick": "0"}

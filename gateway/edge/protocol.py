@@ -20,7 +20,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import httptools
 from uvicorn.config import Config
@@ -37,8 +37,6 @@ from gateway.upstream.deadlines import NEVER
 
 _log = logging.getLogger("kvgate.edge")
 
-_Class = TypeVar("_Class", bound=type)
-
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: on, 0 seconds."""
@@ -52,17 +50,8 @@ class _Phase(Enum):
     CLOSING = "reading on after a refusal, or flushing"
 
 
-def _of_python(made: _Class) -> _Class:
-    """Marks a class as one of Python, whose methods alone are compiled (`setup.py`): its base is uvicorn's. mypyc takes
-    every class with a decorator it does not know for such a one."""
-    return made
-
-
-@_of_python
 class ClientProtocol(HttpToolsProtocol):
     """One client connection. Made by the class that `client_protocol` returns."""
-
-    _edge: Edge
 
     def __init__(
         self,
@@ -70,11 +59,14 @@ class ClientProtocol(HttpToolsProtocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        edge: Edge,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.deadline = NEVER
         self.write_paused = False
-        self._limits = self._edge.settings.limits
+        self._edge = edge
+        self._limits = edge.settings.limits
         self._phase = _Phase.IDLE
         self._mid_message = False
         self._head_bytes = 0
@@ -449,7 +441,18 @@ class ClientProtocol(HttpToolsProtocol):
 
 def client_protocol(edge: Edge) -> type[HttpToolsProtocol]:
     """The class for `uvicorn.Config(http=...)`: client connections that belong to `edge`."""
-    return type("EdgeClientProtocol", (ClientProtocol,), {"_edge": edge})
+
+    class EdgeClientProtocol(ClientProtocol):
+        def __init__(
+            self,
+            config: Config,
+            server_state: ServerState,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            super().__init__(config, server_state, app_state, _loop, edge=edge)
+
+    return EdgeClientProtocol
 
 
 def _too_large(limit: int) -> PayloadTooLarge:
