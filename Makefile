@@ -66,7 +66,7 @@ compiled: install ## tests of the way of a request with its modules compiled; sk
 compiled-tests: $(COMPILED)/.built
 	$(AS_COMPILED) -n $(JOBS) --dist worksteal $(COMPILED_TESTS) || $(AS_COMPILED) -n 0 --last-failed --last-failed-no-failures none
 
-wheel: install ## dist/kvgate-*.whl with those modules compiled: a tenth less CPU per request; takes some minutes and a C compiler
+wheel: install ## dist/kvgate-*.whl with those modules compiled: a sixth less CPU per request; takes some minutes and a C compiler
 	rm -rf $(LEFT_BY_BUILDS)
 	KVGATE_COMPILED=1 $(BIN)/pip wheel --quiet --no-build-isolation --no-deps -w dist .
 

@@ -54,7 +54,9 @@ def extensions(wanted: str) -> list[Extension]:
     except ImportError:
         raise SystemExit("KVGATE_COMPILED needs mypy in this environment, and pip --no-build-isolation") from None
     config = ["--config-file", "pyproject.toml"]
-    made = mypycify([*config, *compiled_paths()], group_name="kvgate", opt_level=_LEVELS[wanted])
+    level = _LEVELS[wanted]
+    debug = "0" if wanted == "quick" else "1"
+    made = mypycify([*config, *compiled_paths()], group_name="kvgate", opt_level=level, debug_level=debug)
     for extension in made:
         # Nothing but Python looks into the library: without this every call inside it is one that could be replaced
         # from outside, by way of a table and never inlined.
