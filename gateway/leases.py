@@ -109,8 +109,8 @@ class Ledger:
     def book(
         self, worker: Worker, reservation: Reservation, blocks: PrefixBlocks, overlaps: Overlaps | None, now: float
     ) -> Booking:
-        self.open += 1
         self._fleet.reserve(worker, reservation, now)
+        self.open += 1
         booking = Booking(worker, reservation, None, blocks)
         try:
             if blocks.chains:

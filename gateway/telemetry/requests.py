@@ -129,9 +129,9 @@ class RequestMetrics:
 
     def _count(self) -> None:
         kept, counts = self._kept, self._counts
-        self._kept = []
-        for outcome in kept:
-            counts.count(outcome)
+        kept.reverse()
+        while kept:
+            counts.count(kept.pop())  # one that cannot be counted takes no others with it
 
 
 class RequestCounts:

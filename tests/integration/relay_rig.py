@@ -40,7 +40,7 @@ from gateway.pool import Fleet
 from gateway.records import EngineKind, Outcome, WorkerFacts, WorkerId, WorkerSpec
 from gateway.router import Router
 from gateway.upstream.connections import Timeouts
-from gateway.upstream.http import Upstream
+from gateway.upstream.http import Upstream, UpstreamStream
 
 PATIENCE_S = 20.0
 """For what should happen at once, on a machine that may be very busy."""
@@ -65,6 +65,18 @@ def both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., 
     factories = [asyncio.new_event_loop, uvloop.new_event_loop]
     both: Callable[..., None] = pytest.mark.parametrize("loop_factory", factories, ids=["asyncio", "uvloop"])(run)
     return both
+
+
+def break_opening(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A bug in the gateway: no stream to this worker can be begun. For the source only, a compiled class takes none."""
+    opened = Upstream.open
+
+    def broken(self: Upstream, worker: WorkerSpec) -> UpstreamStream:
+        if worker.name == name:
+            raise RuntimeError("seeded bug")
+        return opened(self, worker)
+
+    monkeypatch.setattr(Upstream, "open", broken)
 
 
 # --------------------------------------------------------------------------- the worker

@@ -11,9 +11,8 @@ import pytest
 from gateway.edge import EdgeLimits, HedgeRules
 from gateway.pool import Kind
 from gateway.pool.silence import SILENT_S
-from gateway.records import Hedged, Outcome, Result, WorkerId, WorkerSpec
+from gateway.records import Hedged, Outcome, Result, WorkerId
 from gateway.upstream.connections import Timeouts
-from gateway.upstream.http import Upstream, UpstreamStream
 from tests.integration.relay_rig import (
     PATIENCE_S,
     Call,
@@ -21,6 +20,7 @@ from tests.integration.relay_rig import (
     answers,
     ask,
     both_loops,
+    break_opening,
     post,
     relay,
     silent,
@@ -447,14 +447,7 @@ async def test_no_request_is_left_for_the_collector() -> None:
 async def test_a_bug_in_beginning_the_second_copy_costs_no_lease(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opened = Upstream.open
-
-    def broken(self: Upstream, worker: WorkerSpec) -> UpstreamStream:
-        if worker.name == "w2":
-            raise RuntimeError("seeded bug")
-        return opened(self, worker)
-
-    monkeypatch.setattr(Upstream, "open", broken)
+    break_opening(monkeypatch, "w2")
     async with relay(silent, silent, hedges=RULES, timeouts=PATIENT) as r:
         taught(r)
         answer = await r.ask(post(ask()))

@@ -24,6 +24,7 @@ from tests.integration.relay_rig import (
     answers,
     ask,
     both_loops,
+    break_opening,
     post,
     relay,
     silent,
@@ -773,14 +774,7 @@ async def test_a_bug_in_beginning_a_request_that_has_waited_ends_it_and_costs_no
 async def test_a_bug_in_beginning_the_next_attempt_costs_neither_lease(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opened = Upstream.open
-
-    def broken(self: Upstream, worker: WorkerSpec) -> UpstreamStream:
-        if worker.name == "w2":
-            raise RuntimeError("seeded bug")
-        return opened(self, worker)
-
-    monkeypatch.setattr(Upstream, "open", broken)
+    break_opening(monkeypatch, "w2")
     async with relay(drop, silent) as r:
         assert (await r.ask(post(ask()))).status == 500
         await until(r.quiet)

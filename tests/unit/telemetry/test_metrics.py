@@ -303,6 +303,14 @@ def test_a_served_model_without_a_worker_keeps_its_name() -> None:
     assert "kvgate_affinity_total{" not in text
 
 
+def test_one_that_cannot_be_counted_takes_no_others_with_it() -> None:
+    metrics = counters(outcome(), outcome(stages=None), outcome(), outcome())  # no stage times at all
+    with pytest.raises((AttributeError, TypeError)):
+        page(metrics)
+    text = page(metrics)
+    assert value(text, "requests_total", **LLAMA, code="200") >= 3
+
+
 def test_series_are_bounded() -> None:
     many = [outcome(worker=WorkerId(f"w{i}")) for i in range(10)]
     requests = counters(*many, *many, max_series=3)
